@@ -1,0 +1,373 @@
+"""Readings of all attempts -> one History, one row a step, and an account of every record.
+
+Rules (design, section 2): within an attempt later keys win, merged per key. From the first
+training step of a later attempt on, the earlier attempt is superseded; a validation-only
+record at the resume step merges and erases nothing. Of several sources of one attempt the
+more precise wins. A record of a file that trains a step again that was already passed begins
+a new attempt inside the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from verl_logsync.columns import AXES, MISSING, STEP, concat, decode, to_json
+from verl_logsync.errors import OverlapRefused
+from verl_logsync.model import Account, AttemptReading, Clock, Conflict, History
+from verl_logsync.verl_keys import is_training_key
+
+OnOverlap = Literal["last", "first", "both", "error"]
+
+#: So many conflicts are kept word for word; all are counted.
+CONFLICTS_KEPT: Final = 20
+#: Relative difference up to which two prints of one number are the same.
+ROUNDING: Final = 1e-6
+
+_Ints = np.ndarray[Any, np.dtype[np.int64]]
+_Bools = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How overlapping attempts are treated.
+
+    `on_overlap` says whose row a step keeps; with `keep_tail` the rows of an earlier attempt
+    beyond the last step of the later one stay.
+    """
+
+    on_overlap: OnOverlap = "last"
+    keep_tail: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """All records of a run, before anything is dropped; the arrays run over its rows."""
+
+    table: pa.Table
+    steps: _Ints
+    sessions: _Ints
+    precisions: _Ints
+    training: _Bools
+    attempts: _Ints
+
+
+def align(
+    attempts: Sequence[AttemptReading],
+    precisions: Mapping[str, int],
+    policy: Policy,
+    clock: Clock = "unknown",
+) -> tuple[History, Account]:
+    """Merge the readings of a run.
+
+    Args:
+        attempts: in the order in which the job was started.
+        precisions: of the sources, by name; the higher wins within an attempt.
+        policy: how to treat overlaps.
+        clock: where the rows' `_timestamp` comes from.
+
+    Raises:
+        OverlapRefused: attempts overlap and the policy is "error".
+    """
+    skips = [skip for attempt in attempts for _, r in attempt.readings for skip in r.skips]
+    rows = _gather(attempts, precisions)
+    kept, superseded = _select(rows, policy)
+    table, conflicts, count = _merge(rows, kept, first_wins=policy.on_overlap == "first")
+    if policy.on_overlap == "both":
+        table = _with_superseded(table, rows, superseded)
+    steps = table.column(STEP).to_numpy()
+    history = History(table, _attempt_of_rows(rows, kept, steps), clock)
+    lost_steps = np.unique(rows.steps[superseded])
+    records = sum(skip.records for skip in skips)
+    account = Account(
+        seen=len(rows.steps) + records,
+        kept=len(history),
+        merged=int(kept.sum()) - len(history),
+        superseded=int(superseded.sum()),
+        skipped=records,
+        superseded_steps=tuple(lost_steps.tolist()),
+        skips=tuple(skips),
+        conflicts=tuple(conflicts),
+        conflict_count=count,
+        notes=tuple(_notes(rows, superseded, history)),
+    )
+    return history, account
+
+
+# -- gathering -----------------------------------------------------------------------------
+
+
+def _gather(attempts: Sequence[AttemptReading], precisions: Mapping[str, int]) -> _Rows:
+    tables: list[pa.Table] = []
+    sessions: list[_Ints] = []
+    precision: list[_Ints] = []
+    training: list[_Bools] = []
+    begun = 0
+    for attempt in attempts:
+        longest = 1
+        for file, reading in attempt.readings:
+            flags = _training_rows(reading.rows)
+            own = _sessions(reading.rows, flags)
+            tables.append(reading.rows)
+            sessions.append(own + begun)
+            precision.append(np.full(len(own), precisions[file.source], dtype=np.int64))
+            training.append(flags)
+            longest = max(longest, int(own.max(initial=0)) + 1)
+        begun += longest
+    table = concat(tables) if tables else pa.table({STEP: pa.array([], type=pa.int64())})
+    joined = np.concatenate(sessions) if sessions else np.empty(0, dtype=np.int64)
+    return _Rows(
+        table,
+        table.column(STEP).to_numpy(),
+        joined,
+        np.concatenate(precision) if precision else joined,
+        np.concatenate(training) if training else np.empty(0, dtype=bool),
+        joined,
+    )
+
+
+def _present(table: pa.Table, names: Sequence[str]) -> _Bools:
+    """Which rows have which of the columns, shape (rows, names)."""
+    if not names:
+        return np.zeros((table.num_rows, 0), dtype=bool)
+    return np.column_stack(
+        [table.column(n).is_valid().to_numpy() if table.column(n).null_count
+         else np.ones(table.num_rows, dtype=bool) for n in names]
+    )
+
+
+def _training_keys(table: pa.Table) -> list[str]:
+    return [n for n in table.column_names if n not in AXES and is_training_key(n)]
+
+
+def _training_rows(table: pa.Table) -> _Bools:
+    """Which rows hold a result of a training step."""
+    found = np.zeros(table.num_rows, dtype=bool)
+    for name in _training_keys(table):
+        column = table.column(name)
+        if column.null_count == 0:
+            return np.ones(table.num_rows, dtype=bool)
+        found |= column.is_valid().to_numpy()
+        if found.all():
+            break
+    return found
+
+
+def _sessions(table: pa.Table, training: _Bools) -> _Ints:
+    """Number the attempts inside one file: 0 for its first rows, 1 after a restart, ...
+
+    Steps may go back without a restart: a late validation or a late aggregate has keys that
+    were not logged at such a step yet. A restart logs training keys again that were already
+    logged at that step or a later one.
+    """
+    steps = table.column(STEP).to_numpy()
+    numbers = np.zeros(len(steps), dtype=np.int64)
+    back = np.flatnonzero(np.diff(steps) < 0) + 1
+    if not len(back):
+        return numbers
+    names = _training_keys(table)
+    present = _present(table, names)
+    reached = np.full(len(names), np.iinfo(np.int64).min)
+    highest, current = steps[0], 0
+    for index, step in enumerate(steps):
+        having = present[index]
+        if step < highest and training[index] and bool(np.any(reached[having] >= step)):
+            current += 1
+            highest = step
+            reached[:] = np.iinfo(np.int64).min
+        numbers[index] = current
+        highest = max(highest, step)
+        reached[having] = np.maximum(reached[having], step)
+    return numbers
+
+
+# -- superseding ---------------------------------------------------------------------------
+
+
+def _select(rows: _Rows, policy: Policy) -> tuple[_Bools, _Bools]:
+    """Which rows stay, and which are superseded by another attempt."""
+    superseded = np.zeros(len(rows.steps), dtype=bool)
+    for session in np.unique(rows.sessions):
+        trained = rows.steps[(rows.sessions == session) & rows.training]
+        if not len(trained):
+            continue
+        earlier = (rows.sessions < session) & ~superseded
+        if policy.on_overlap == "first":
+            superseded |= _later_losers(rows, earlier, int(session))
+        else:
+            superseded |= earlier & _replaced(rows, trained, policy)
+    if policy.on_overlap == "error" and superseded.any():
+        _refuse(rows, superseded)
+    return ~superseded, superseded
+
+
+def _replaced(rows: _Rows, trained: _Ints, policy: Policy) -> _Bools:
+    replaced: _Bools = rows.steps >= trained.min()
+    if policy.keep_tail or policy.on_overlap == "both":
+        replaced = replaced & (rows.steps <= trained.max())
+    return replaced
+
+
+def _later_losers(rows: _Rows, earlier: _Bools, session: int) -> _Bools:
+    """With "first": the later attempt's rows at steps that an earlier one already trained."""
+    done = rows.steps[earlier & rows.training]
+    reached = done.max() if len(done) else -1
+    losers: _Bools = (rows.sessions == session) & rows.training & (rows.steps <= reached)
+    return losers
+
+
+def _refuse(rows: _Rows, superseded: _Bools) -> None:
+    steps = np.unique(rows.steps[superseded])
+    raise OverlapRefused(
+        f"attempts overlap in {len(steps)} steps ({_span(steps)}) and --on-overlap is error",
+        hint="Choose --on-overlap last, first or both",
+    )
+
+
+def _span(steps: _Ints) -> str:
+    return f"{steps[0]}" if len(steps) == 1 else f"{steps[0]}-{steps[-1]}"
+
+
+# -- merging -------------------------------------------------------------------------------
+
+
+def _merge(
+    rows: _Rows, kept: _Bools, *, first_wins: bool
+) -> tuple[pa.Table, list[Conflict], int]:
+    """One row a step from the kept records; the last valid value of a key wins."""
+    index = np.flatnonzero(kept)
+    steps = rows.steps[index]
+    if len(steps) == 0 or bool(np.all(np.diff(steps) > 0)):
+        return (rows.table if kept.all() else rows.table.filter(pa.array(kept))), [], 0
+    sessions = rows.sessions[index]
+    precision = rows.precisions[index]
+    earliest_last = np.lexsort((index, precision, -sessions, steps))
+    order = index[earliest_last if first_wins else np.lexsort((index, precision, sessions, steps))]
+    # A step happened when it was first trained, not when a resumed job validated it again.
+    clock_order = index[earliest_last]
+    ordered = rows.steps[order]
+    starts = np.flatnonzero(np.diff(ordered, prepend=ordered[0] - 1))
+    conflicts = _Conflicts(ordered[starts])
+    columns: dict[str, Any] = {STEP: pa.array(ordered[starts])}
+    for name in rows.table.column_names:
+        if name == STEP:
+            continue
+        column = rows.table.column(name).combine_chunks()
+        chosen = _last_valid(column, clock_order if name in AXES else order, starts)
+        if name not in AXES:
+            conflicts.look(name, column, order, starts)
+        columns[name] = column.take(pa.array(chosen, mask=chosen < 0))
+    return pa.table(columns), conflicts.found, conflicts.count
+
+
+def _valid(column: pa.Array) -> _Bools:
+    if column.null_count == 0:
+        return np.ones(len(column), dtype=bool)
+    return np.asarray(column.is_valid().to_numpy(zero_copy_only=False), dtype=bool)
+
+
+def _last_valid(column: pa.Array, order: _Ints, starts: _Ints) -> _Ints:
+    """For every step the row whose value of this column wins; -1 when none has one."""
+    places = np.where(_valid(column)[order], np.arange(len(order)), -1)
+    last = np.maximum.reduceat(places, starts)
+    return np.where(last >= 0, order[last], -1)
+
+
+class _Conflicts:
+    """Finds keys that two records of one step state differently."""
+
+    def __init__(self, steps: _Ints) -> None:
+        self._steps = steps
+        self.found: list[Conflict] = []
+        self.count = 0
+
+    def look(self, name: str, column: pa.Array, order: _Ints, starts: _Ints) -> None:
+        valid = _valid(column)[order]
+        several = np.flatnonzero(np.add.reduceat(valid.astype(np.int64), starts) > 1)
+        if not len(several):
+            return
+        ends = np.append(starts[1:], len(order))
+        for group in several:
+            members = order[starts[group] : ends[group]]
+            self._compare(name, int(self._steps[group]), decode(column.take(pa.array(members))))
+
+    def _compare(self, name: str, step: int, values: list[Any]) -> None:
+        stated = [value for value in values if value is not MISSING]
+        kept = stated[-1]
+        for dropped in stated[:-1]:
+            if not _same(kept, dropped):
+                self.count += 1
+                if len(self.found) < CONFLICTS_KEPT:
+                    self.found.append(Conflict(step, name, to_json(kept), to_json(dropped)))
+                return
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two statements of a value agree within rounding (NaN agrees with null)."""
+    if isinstance(one, int | float) and isinstance(other, int | float):
+        both_nan = one != one and other != other
+        return both_nan or bool(np.isclose(one, other, rtol=ROUNDING, atol=0, equal_nan=True))
+    if one is None or other is None:
+        return (one is None or one != one) and (other is None or other != other)
+    return bool(one == other)
+
+
+def _with_superseded(table: pa.Table, rows: _Rows, superseded: _Bools) -> pa.Table:
+    """Policy "both": superseded values stay as columns `attempt{n}/KEY` of their step."""
+    steps = table.column(STEP).to_numpy()
+    for session in np.unique(rows.sessions[superseded]):
+        index = np.flatnonzero(superseded & (rows.sessions == session))
+        places = np.searchsorted(steps, rows.steps[index])
+        fits = (places < len(steps)) & (steps[np.minimum(places, len(steps) - 1)] == rows.steps[index])
+        source = np.full(len(steps), -1)
+        source[places[fits]] = index[fits]
+        taken = pa.array(source, mask=source < 0)
+        for name in rows.table.column_names:
+            column = rows.table.column(name).combine_chunks().take(taken)
+            if name not in AXES and column.null_count < len(column):
+                table = table.append_column(f"attempt{session + 1}/{name}", column)
+    return table
+
+
+def _attempt_of_rows(rows: _Rows, kept: _Bools, steps: _Ints) -> _Ints:
+    """The attempt (counted from 0) whose training gave each row."""
+    numbers = np.zeros(len(steps), dtype=np.int64)
+    for mask in (kept, kept & rows.training):
+        index = np.flatnonzero(mask)
+        order = index[np.argsort(rows.sessions[index], kind="stable")]
+        places = np.searchsorted(steps, rows.steps[order])
+        numbers[places] = rows.sessions[order]
+    return numbers
+
+
+def _notes(rows: _Rows, superseded: _Bools, history: History) -> list[str]:
+    notes = []
+    if superseded.any():
+        steps = np.unique(rows.steps[superseded])
+        count = int(superseded.sum())
+        notes.append(f"{count} rows superseded at steps {_span(steps)}")
+    gaps = missing_steps(history.steps)
+    if gaps:
+        notes.append(f"no rows for steps {gaps}")
+    return notes
+
+
+def missing_steps(steps: _Ints) -> str:
+    """The steps that a densely logged run lacks, as text; empty for none or a regular stride."""
+    if len(steps) < 3:
+        return ""
+    strides = np.diff(steps)
+    usual = int(np.median(strides))
+    holes = np.flatnonzero(strides > usual)
+    texts = [
+        f"{steps[i] + usual}-{steps[i + 1] - usual}" if strides[i] > 2 * usual
+        else f"{steps[i] + usual}"
+        for i in holes[:5]
+    ]
+    return ", ".join(texts) + (", ..." if len(holes) > 5 else "")
+
+

@@ -1,0 +1,229 @@
+"""The public Python face, and the one place that names sources and sinks to the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl_logsync import pipeline
+from verl_logsync.columns import MISSING, STEP, decode
+from verl_logsync.errors import LogsyncError
+from verl_logsync.ledger import Ledger, locked
+from verl_logsync.model import Account, Catalog, History, Outcome, Report, RunSources
+from verl_logsync.settings import Settings, load_settings
+from verl_logsync.sources import SOURCES
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Paths = str | Path | Iterable[str | Path]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One training run, read and aligned from all its files.
+
+    Attributes:
+        name: the experiment name.
+        project: the project name.
+        run_id: the W&B run id that an upload uses.
+        account: where every record went: seen = kept + merged + superseded + skipped.
+        config: the training config, secrets masked; empty when no file holds one.
+        notes: what was noticed while grouping and aligning.
+    """
+
+    name: str
+    project: str
+    run_id: str
+    account: Account
+    config: Mapping[str, Any]
+    notes: tuple[str, ...]
+    _history: History
+
+    def history(self) -> pd.DataFrame:
+        """The aligned history.
+
+        Returns:
+            A frame of shape (steps, metrics), indexed by the training step (ascending, unique,
+            named `_step`). Numbers and booleans have Arrow dtypes, in which a missing value is
+            `<NA>` and NaN stays NaN; text, lists, objects and explicit nulls are Python values
+            in object columns. `_timestamp` is in seconds since 1970 (UTC), `_runtime` in
+            seconds; all other units are those of the trainer.
+
+        Example:
+            >>> frame = verl_logsync.load("outputs")[0].history()  # doctest: +SKIP
+            >>> frame["critic/score/mean"].tail(3)  # doctest: +SKIP
+        """
+        import pandas as pd
+
+        table = self._history.table
+        columns = {
+            name: _series(table.column(name)) for name in table.column_names if name != STEP
+        }
+        index = pd.Index(self._history.steps, name=STEP)
+        return pd.DataFrame(columns, index=range(len(index))).set_index(index)
+
+
+def _series(column: Any) -> Any:
+    import pandas as pd
+    import pyarrow as pa
+
+    if pa.types.is_string(column.type):
+        values = [pd.NA if value is MISSING else value for value in decode(column)]
+        return pd.Series(values, dtype=object)
+    return pd.Series(pd.arrays.ArrowExtensionArray(column))
+
+
+def load(paths: Paths, **settings: Any) -> list[Run]:
+    """Read and align every run below some paths. Nothing is written or sent.
+
+    Args:
+        paths: files or folders.
+        settings: as for the command line, with underscores (`on_overlap="first"`).
+
+    Returns:
+        The runs, by project and name.
+
+    Raises:
+        UsageError: a path does not exist or a setting is wrong.
+        InputError: a run cannot be read or aligned.
+    """
+    engine = pipeline.Engine(load_settings(settings), SOURCES)
+    found = pipeline.survey(engine, _paths(paths))
+    return [_loaded_run(pipeline.load(engine, run)) for run in found.runs]
+
+
+def _loaded_run(loaded: pipeline.Loaded) -> Run:
+    run = loaded.run
+    return Run(
+        run.name,
+        run.target.project,
+        run.target.run_id,
+        loaded.account,
+        loaded.around.config,
+        (*run.notes, *loaded.account.notes),
+        loaded.history,
+    )
+
+
+def upload(paths: Paths, **settings: Any) -> list[Outcome]:
+    """Send every run below some paths to W&B, verified, as `verl-logsync upload` does.
+
+    Args:
+        paths: files or folders.
+        settings: as for the command line, with underscores (`verify="full"`).
+
+    Returns:
+        One outcome a run; `outcome.exit_code` is 0 when it is uploaded and verified.
+
+    Raises:
+        UsageError: a path does not exist or a setting is wrong.
+        AuthError: there is no API key.
+        Locked: another upload uses the same state folder.
+        StateError: the state folder cannot be used.
+    """
+    return list(run_upload(_paths(paths), load_settings(settings)).outcomes)
+
+
+def _paths(paths: Paths) -> list[Path]:
+    if isinstance(paths, str | Path):
+        return [Path(paths)]
+    return [Path(path) for path in paths]
+
+
+# -- what the command line uses too --------------------------------------------------------
+
+
+def run_upload(
+    paths: Sequence[Path],
+    settings: Settings,
+    progress: pipeline.Progress = pipeline.no_progress,
+) -> Report:
+    """An upload with settings that are complete already."""
+    with uploader(settings, progress) as engine:
+        return pipeline.upload(engine, paths)
+
+
+@contextmanager
+def uploader(
+    settings: Settings, progress: pipeline.Progress = pipeline.no_progress
+) -> Iterator[pipeline.Engine]:
+    """An engine with the sink and the memory that the mode asks for."""
+    if settings.mode == "online":
+        with _online(settings, progress) as engine:
+            yield engine
+        return
+    from verl_logsync.sinks.offline_dir import OfflineDirSink
+
+    yield pipeline.Engine(settings, SOURCES, OfflineDirSink(settings.output), None, progress)
+
+
+@contextmanager
+def _online(settings: Settings, progress: pipeline.Progress) -> Iterator[pipeline.Engine]:
+    from verl_logsync.sinks.wandb_sync import WandbSink, find_server
+
+    server = find_server()
+    folder = settings.state_folder
+    with locked(folder) as lock:
+        ledger = Ledger(folder, server.base_url)
+        try:
+            sink = WandbSink(
+                server,
+                folder / "outbox",
+                jobs=settings.jobs,
+                seconds=settings.timeout,
+                held=(lock,),
+            )
+            yield pipeline.Engine(settings, SOURCES, sink, ledger, progress)
+        finally:
+            ledger.close()
+
+
+def scan(
+    paths: Sequence[Path], settings: Settings
+) -> tuple[Catalog, list[tuple[RunSources, pipeline.Loaded | LogsyncError]]]:
+    """Everything below some paths, each run read and aligned or the error that prevents it."""
+    engine = pipeline.Engine(settings, SOURCES)
+    found = pipeline.survey(engine, paths)
+    return found, [(run, pipeline.load_or_error(engine, run)) for run in found.runs]
+
+
+def status(settings: Settings, *, remote: bool) -> list[dict[str, Any]]:
+    """What the ledger remembers, one entry a run; with `remote` what the server holds too."""
+    from verl_logsync.sinks.wandb_sync import WandbSink, find_server
+
+    server = find_server()
+    folder = settings.state_folder
+    ledger = Ledger(folder, server.base_url)
+    try:
+        remembered = ledger.runs()
+    finally:
+        ledger.close()
+    rows = [
+        {
+            "entity": run.target.entity,
+            "project": run.target.project,
+            "run_id": run.target.run_id,
+            "name": run.name,
+            "rows": run.rows,
+            "last_step": run.last_step,
+            "state": run.state,
+            "confirmed_at": run.confirmed_at,
+            "kept_old": run.kept_old,
+        }
+        for run in remembered
+    ]
+    if remote:
+        sink = WandbSink(server, folder / "outbox", jobs=1, seconds=settings.timeout)
+        states = sink.look([run.target for run in remembered])
+        for row, run in zip(rows, remembered, strict=True):
+            state = states.get(run.target)
+            row["server"] = f"{state.lines} rows, {state.state}" if state else "no such run"
+            row["agrees"] = (
+                state is not None
+                and (state.lines, state.last_step) == (run.rows, run.last_step)
+            )
+    return rows

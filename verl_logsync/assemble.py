@@ -1,0 +1,119 @@
+"""What a run has besides its history, put together from the readings of all its attempts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from verl_logsync.columns import AXES, MISSING, RUNTIME, STEP, decode
+from verl_logsync.model import AttemptReading, Ending, FileRef, History, LogFile, PassThrough, Reading
+from verl_logsync.secrets_mask import mask_config
+
+#: W&B's own entries of a config; the server writes them itself.
+_INTERNAL: Final = "_wandb"
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Config (secrets masked), pass-through records and recorded end of a run.
+
+    `offline_last_step` is how far the last attempt's offline run goes; None without one.
+    """
+
+    config: Mapping[str, Any]
+    extra: PassThrough
+    ending: Ending | None
+    offline_last_step: int | None
+
+
+def assemble(attempts: Sequence[AttemptReading], configs: Sequence[Reading]) -> Surroundings:
+    """Put together all attempts; what a later attempt says replaces what an earlier said.
+
+    Args:
+        attempts: in order.
+        configs: readings of sources that give config only; the offline run's own is more
+            precise, since it was resolved.
+    """
+    readings = [reading for attempt in attempts for _, reading in attempt.readings]
+    config: dict[str, Any] = {}
+    for reading in (*configs, *readings):
+        config.update(reading.config)
+    config.pop(_INTERNAL, None)
+    last = attempts[-1].readings if attempts else ()
+    ending = next((r.ending for _, r in last if r.ending is not None), None)
+    return Surroundings(
+        mask_config(config), _merged([r.extra for r in readings]), ending, _offline_last_step(last)
+    )
+
+
+def _offline_last_step(readings: Iterable[tuple[LogFile, Reading]]) -> int | None:
+    steps = [
+        max(reading.rows.column(STEP).to_pylist(), default=0)
+        for file, reading in readings
+        if file.source == "offline_run"
+    ]
+    return max(steps, default=None)
+
+
+def _merged(extras: Sequence[PassThrough]) -> PassThrough:
+    files: dict[str, FileRef] = {}
+    summary: dict[str, Any] = {}
+    console: list[str] = []
+    for index, extra in enumerate(extras):
+        files.update({file.name: file for file in extra.files})
+        summary.update(extra.summary)
+        console.extend(extra.console)
+        if extra.unfinished and index < len(extras) - 1:
+            console.append(extra.unfinished)  # its attempt is over, so is its line
+    worded = [extra for extra in extras if extra.group or extra.tags or extra.notes]
+    first = worded[0] if worded else PassThrough()
+    return PassThrough(
+        events=tuple(event for extra in extras for event in extra.events),
+        console=tuple(console),
+        unfinished=extras[-1].unfinished if extras else "",
+        metrics=_unique(m for extra in extras for m in extra.metrics),
+        artifacts=_unique(a for extra in extras for a in extra.artifacts),
+        others=tuple(other for extra in extras for other in extra.others),
+        files=tuple(files[name] for name in sorted(files)),
+        summary=summary,
+        tags=first.tags,
+        notes=first.notes,
+        group=first.group,
+        job_type=first.job_type,
+    )
+
+
+def _unique(payloads: Iterable[bytes]) -> tuple[bytes, ...]:
+    return tuple(dict.fromkeys(payloads))
+
+
+def summarise(history: History, recorded: Mapping[str, Any], *, defined: bool) -> dict[str, Any]:
+    """The run's summary: the last value of every key, and what the trainer set itself.
+
+    A fragment's summary replaces the whole summary, so it is always complete.
+
+    Args:
+        history: the rows that the server will hold.
+        recorded: the summary that offline runs recorded.
+        defined: whether metric definitions may make a summary other than the last value.
+    """
+    summary: dict[str, Any] = {}
+    for name in history.table.column_names:
+        value = _last_value(history.table.column(name))
+        if value is not MISSING:
+            summary[name] = value
+    for key, value in recorded.items():
+        if key not in summary or (defined and key not in AXES):
+            summary[key] = value
+    runtime = summary.get(RUNTIME)
+    if isinstance(runtime, int | float):
+        summary[_INTERNAL] = {"runtime": int(runtime)}
+    return summary
+
+
+def _last_value(column: Any) -> Any:
+    if column.null_count == 0 and len(column):
+        return decode(column.slice(len(column) - 1))[0]
+    values = column.drop_null()
+    return decode(values.slice(len(values) - 1))[0] if len(values) else MISSING

@@ -1,0 +1,431 @@
+"""Log files -> runs and attempts.
+
+A file belongs to a run by the first of these that applies: an explicit mapping, its run id,
+its project and experiment name together with the training configuration. Within a name, files
+that continue one another are attempts of one run, files that both start at the beginning are
+two runs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Final, Literal
+
+from verl_logsync.discover import Found
+from verl_logsync.fingerprint import Essentials, digest, disagreements
+from verl_logsync.model import (
+    Attempt,
+    Binding,
+    Catalog,
+    LogFile,
+    RunSources,
+    Skip,
+    SkipReason,
+    Target,
+    short_digest,
+)
+
+#: Runs start at step 0 (validation before training) or 1; what starts later was resumed.
+_FIRST_STEPS: Final = (0, 1)
+#: W&B's own name for runs without a project.
+NO_PROJECT: Final = "uncategorized"
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """What the user said about grouping. `mapping` holds (run name, shell pattern) pairs."""
+
+    entity: str = ""
+    project: str = ""
+    mapping: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(slots=True)
+class _Chain:
+    """Files that become one run, while they are being put together."""
+
+    project: str
+    name: str
+    files: list[LogFile] = field(default_factory=list)
+    config: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    given: bool = False
+
+    @property
+    def run_id(self) -> str:
+        with_id = [f for f in self.files if f.facts.run_id]
+        return min(with_id, key=_start_order).facts.run_id if with_id else ""
+
+    @property
+    def first(self) -> int | None:
+        return min((f.facts.first_step for f in self.files if f.facts.first_step is not None),
+                   default=None)
+
+    @property
+    def last(self) -> int | None:
+        return max((f.facts.last_step for f in self.files if f.facts.last_step is not None),
+                   default=None)
+
+
+def catalog(found: Found, grouping: Grouping) -> Catalog:
+    """Group everything found into runs."""
+    history, copies = _without_copies([f for f in found.files if f.role == "history"])
+    configs = [f for f in found.files if f.role == "config"]
+    given, rest = _split_given(history, grouping)
+    chains = list(given)
+    for (project, name), files in sorted(_by_name(rest).items()):
+        chains.extend(_chains_of_name(project, name, files, configs))
+    runs = [_run(chain, configs, grouping) for chain in chains]
+    runs = _with_hints(_told_apart(runs))
+    used = {config.place for run in runs for config in run.configs}
+    lonely = [_config_only(config) for config in configs if config.place not in used]
+    skips = (*found.skips, *copies, *lonely)
+    return Catalog(tuple(runs), tuple(sorted(skips, key=lambda skip: skip.place)))
+
+
+# -- copies --------------------------------------------------------------------------------
+
+
+def _without_copies(files: Sequence[LogFile]) -> tuple[list[LogFile], list[Skip]]:
+    """Drop files that are a copy, or the beginning, of another one."""
+    alike: dict[tuple[str, str], list[LogFile]] = {}
+    for file in files:
+        alike.setdefault((file.source, file.facts.head_digest), []).append(file)
+    kept: list[LogFile] = []
+    skips: list[Skip] = []
+    for group in alike.values():
+        whole: list[LogFile] = []
+        for file in sorted(group, key=lambda f: (-f.stamp.size, f.place)):
+            original = next((w for w in whole if _is_beginning(file, w)), None)
+            if original is None:
+                whole.append(file)
+            else:
+                detail = f"the same as the beginning of {original.place}"
+                skips.append(Skip(SkipReason.DUPLICATE, file.place, detail))
+        kept.extend(whole)
+    return sorted(kept, key=lambda file: file.place), skips
+
+
+def _is_beginning(file: LogFile, other: LogFile) -> bool:
+    """Whether a file's bytes are the first bytes of another file."""
+    if not file.facts.head_digest:
+        return False
+    left = file.stamp.size
+    try:
+        with file.path.open("rb") as short, other.path.open("rb") as long:
+            while left > 0:
+                size = min(left, 1 << 20)
+                if short.read(size) != long.read(size):
+                    return False
+                left -= size
+    except OSError:
+        return False
+    return True
+
+
+# -- grouping ------------------------------------------------------------------------------
+
+
+def _split_given(
+    files: Sequence[LogFile], grouping: Grouping
+) -> tuple[list[_Chain], list[LogFile]]:
+    chains: dict[str, _Chain] = {}
+    rest: list[LogFile] = []
+    for file in files:
+        name = next((n for n, pattern in grouping.mapping if _matches(file.path, pattern)), None)
+        if name is None:
+            rest.append(file)
+            continue
+        project, _, run_name = name.rpartition("/")
+        chain = chains.setdefault(
+            name, _Chain(project or file.facts.project, run_name, given=True)
+        )
+        chain.files.append(file)
+        chain.config = {**file.facts.config, **chain.config}
+    return list(chains.values()), rest
+
+
+def _matches(path: Path, pattern: str) -> bool:
+    places = {str(path), str(path.absolute()), path.name, *map(str, path.parents)}
+    return any(fnmatch(place, pattern) for place in places)
+
+
+def _by_name(files: Iterable[LogFile]) -> dict[tuple[str, str], list[LogFile]]:
+    groups: dict[tuple[str, str], list[LogFile]] = {}
+    for file in files:
+        name = file.facts.name or file.facts.run_id or file.path.stem
+        groups.setdefault((file.facts.project, name), []).append(file)
+    return groups
+
+
+def _chains_of_name(
+    project: str, name: str, files: list[LogFile], configs: Sequence[LogFile]
+) -> list[_Chain]:
+    """The runs of one project and name: first those with ids, then the files without."""
+    chains: list[_Chain] = []
+    for same_id in _by_id(files):
+        chain = _Chain(project, name, list(same_id))
+        for file in sorted(same_id, key=_start_order):
+            chain.config = {**file.facts.config, **chain.config}
+        _join(chains, chain)
+    for file in sorted((f for f in files if not f.facts.run_id), key=_content_order):
+        nearest = _nearest_config(file, _named(configs, project, name))
+        config = dict(nearest.facts.config) if nearest else {}
+        _join(chains, _Chain(project, name, [file], config))
+    return chains
+
+
+def _by_id(files: Iterable[LogFile]) -> list[list[LogFile]]:
+    groups: dict[str, list[LogFile]] = {}
+    for file in files:
+        if file.facts.run_id:
+            groups.setdefault(file.facts.run_id, []).append(file)
+    return sorted(groups.values(), key=lambda group: min(map(_start_order, group)))
+
+
+def _join(chains: list[_Chain], newcomer: _Chain) -> None:
+    """Add files to the run that they belong to, or as a run of their own."""
+    for chain in reversed(chains):
+        if disagreements(chain.config, newcomer.config):
+            continue
+        if _is_other_source(chain, newcomer) or _continues(chain, newcomer):
+            chain.files.extend(newcomer.files)
+            chain.config = {**newcomer.config, **chain.config}
+            return
+    chains.append(newcomer)
+
+
+def _is_other_source(chain: _Chain, newcomer: _Chain) -> bool:
+    """Whether the newcomer is a log of another format of the same training job."""
+    if {f.source for f in chain.files} & {f.source for f in newcomer.files}:
+        return False
+    if chain.first is None or newcomer.first is None:
+        return True
+    both_start = chain.first in _FIRST_STEPS and newcomer.first in _FIRST_STEPS
+    return both_start or any(_starts_with(f, newcomer.first) for f in chain.files)
+
+
+def _starts_with(file: LogFile, step: int) -> bool:
+    return file.facts.first_step is not None and file.facts.first_step == step
+
+
+def _continues(chain: _Chain, newcomer: _Chain) -> bool:
+    """Whether one of the two resumes the other: both may not start at the beginning."""
+    if chain.first is None or newcomer.first is None:
+        return False
+    return max(chain.first, newcomer.first) not in _FIRST_STEPS
+
+
+def _named(configs: Iterable[LogFile], project: str, name: str) -> list[LogFile]:
+    return [c for c in configs if (c.facts.project, c.facts.name) == (project, name)]
+
+
+def _nearest_config(file: LogFile, configs: Sequence[LogFile]) -> LogFile | None:
+    """The config that lies nearest to a file; of equally near ones the latest started.
+
+    verl truncates its log at every start, so the file is that of the latest start.
+    """
+
+    def nearness(config: LogFile) -> tuple[int, float, str]:
+        shared = os.path.commonpath([file.path.absolute(), config.path.absolute()])
+        return len(Path(shared).parts), config.facts.started_at or 0.0, config.place
+
+    return max(configs, key=nearness, default=None)
+
+
+# -- attempts ------------------------------------------------------------------------------
+
+
+def _start_order(file: LogFile) -> tuple[float, int, float, str]:
+    facts = file.facts
+    started = facts.started_at if facts.started_at is not None else float("inf")
+    first = facts.first_step if facts.first_step is not None else 0
+    return started, first, file.stamp.mtime, file.place
+
+
+def _content_order(file: LogFile) -> tuple[int, bool, float, str]:
+    facts = file.facts
+    first = facts.first_step if facts.first_step is not None else 0
+    return first, first > 1 and facts.opens_with_validation, file.stamp.mtime, file.place
+
+
+def _attempts(files: Sequence[LogFile]) -> tuple[Attempt, ...]:
+    by_source: dict[str, list[LogFile]] = {}
+    for file in files:
+        by_source.setdefault(file.source, []).append(file)
+    # The format that recorded its starts leads; the others join the attempts it knows.
+    lead = max(by_source, key=lambda name: (_recorded(by_source[name]), len(by_source[name]), name))
+    groups = [[file] for file in _ordered(by_source.pop(lead))]
+    for name in sorted(by_source):
+        for file in _ordered(by_source[name]):
+            _join_attempt(groups, file)
+    return tuple(_attempt(group, groups) for group in groups)
+
+
+def _recorded(files: Sequence[LogFile]) -> bool:
+    return all(file.facts.started_at is not None for file in files)
+
+
+def _ordered(files: Sequence[LogFile]) -> list[LogFile]:
+    return sorted(files, key=_start_order if _recorded(files) else _content_order)
+
+
+def _join_attempt(groups: list[list[LogFile]], file: LogFile) -> None:
+    first = file.facts.first_step
+    for group in reversed(groups):
+        known = group[0].facts.first_step
+        if known is None or first is None or known == first or max(known, first) in _FIRST_STEPS:
+            if all(other.source != file.source for other in group):
+                group.append(file)
+                return
+    later = [i for i, group in enumerate(groups) if (group[0].facts.first_step or 0) > (first or 0)]
+    groups.insert(later[0] if later else len(groups), [file])
+
+
+def _attempt(group: Sequence[LogFile], groups: Sequence[Sequence[LogFile]]) -> Attempt:
+    starts = [f.facts.started_at for f in group if f.facts.started_at is not None]
+    how: Literal["recorded start", "content", "guess"] = "recorded start" if starts else "content"
+    alone = len(groups) == 1
+    twins = [g for g in groups if g[0].facts.first_step == group[0].facts.first_step]
+    if not starts and not alone and len(twins) > 1:
+        how = "guess"
+    return Attempt(tuple(group), min(starts, default=None), how)
+
+
+# -- runs ----------------------------------------------------------------------------------
+
+
+def _run(chain: _Chain, configs: Sequence[LogFile], grouping: Grouping) -> RunSources:
+    own = [c for c in _named(configs, chain.project, chain.name)
+           if not disagreements(chain.config, c.facts.config)]
+    entity = grouping.entity or next((f.facts.entity for f in chain.files if f.facts.entity), "")
+    project = grouping.project or chain.project or NO_PROJECT
+    fingerprint = digest(_first_config(chain, own))
+    run_id = chain.run_id or _derived_id(chain, project, fingerprint)
+    notes = list(chain.notes)
+    attempts = _attempts(chain.files)
+    if any(attempt.ordered_by == "guess" for attempt in attempts):
+        notes.append("the order of its attempts is guessed from modification times and names")
+    return RunSources(
+        Target(entity, project, run_id),
+        chain.name,
+        fingerprint,
+        "offline run" if chain.run_id else "derived",
+        attempts,
+        tuple(own),
+        tuple(notes),
+    )
+
+
+def _first_config(chain: _Chain, configs: Sequence[LogFile]) -> Essentials:
+    """The config of the run's first start, by which it is identified."""
+    having = [f for f in (*chain.files, *configs) if f.facts.config]
+    return min(having, key=_start_order).facts.config if having else {}
+
+
+def _derived_id(chain: _Chain, project: str, fingerprint: str) -> str:
+    if chain.given:
+        return short_digest("given", project, chain.name)
+    first = min(chain.files, key=_content_order)
+    return short_digest(project, chain.name, fingerprint, first.facts.head_digest)
+
+
+def _told_apart(runs: Sequence[RunSources]) -> list[RunSources]:
+    """Say it aloud when several runs have the same project and name."""
+    alike: dict[tuple[str, str], list[RunSources]] = {}
+    for run in runs:
+        alike.setdefault((run.target.project, run.name), []).append(run)
+    told = []
+    for run in runs:
+        others = [o for o in alike[run.target.project, run.name] if o is not run]
+        told.append(_noted(run, _why_apart(run, others)) if others else run)
+    return told
+
+
+def _why_apart(run: RunSources, others: Sequence[RunSources]) -> str:
+    ids = ", ".join(sorted(other.target.run_id for other in others))
+    keys = sorted({key for o in others for key in disagreements(_config_of(run), _config_of(o))})
+    if keys:
+        why = f"the configs differ in {', '.join(keys[:5])}{', ...' if len(keys) > 5 else ''}"
+    else:
+        why = "both start at the beginning"
+    return f"has the same project and name as run {ids}, but is another run: {why}"
+
+
+def _config_of(run: RunSources) -> Essentials:
+    merged: dict[str, str] = {}
+    for file in run.files:
+        merged = {**file.facts.config, **merged}
+    return merged
+
+
+def _noted(run: RunSources, note: str) -> RunSources:
+    return replace(run, notes=(*run.notes, note))
+
+
+def _with_hints(runs: Sequence[RunSources]) -> list[RunSources]:
+    """Name the flag that would merge a log that starts in the middle with the one before it."""
+    hinted = []
+    for run in runs:
+        first = run.first_step
+        before = None if first is None or first in _FIRST_STEPS else _predecessor(run, first, runs)
+        hinted.append(_noted(run, _merge_hint(run, before, first or 0)) if before else run)
+    return hinted
+
+
+def _predecessor(run: RunSources, first: int, runs: Sequence[RunSources]) -> RunSources | None:
+    folder = run.files[0].path.parent
+    fitting = [
+        other
+        for other in runs
+        if other.name != run.name
+        and (other.files[0].path.parent == folder or other.target.project == run.target.project)
+        and other.first_step is not None
+        and other.first_step < first <= (other.attempts[-1].last_step or 0) + 1
+    ]
+    return max(fitting, key=lambda other: other.first_step or 0, default=None)
+
+
+def _merge_hint(run: RunSources, before: RunSources, first: int) -> str:
+    flags = " ".join(
+        f"--run '{before.name}={file.place}'" for file in (before.files[0], run.files[0])
+    )
+    return (
+        f"starts at step {first}, inside or at the end of {before.name}: it looks like a resumed "
+        f"attempt of it. To merge the two add {flags}"
+    )
+
+
+def _config_only(config: LogFile) -> Skip:
+    return Skip(
+        SkipReason.CONFIG_ONLY,
+        config.place,
+        f"the config of {config.facts.project}/{config.facts.name}; metrics are not in this folder",
+        "Add the folder with PROJECT/EXPERIMENT.jsonl, the console log or wandb/ to the paths",
+    )
+
+
+# -- runs that exist already ---------------------------------------------------------------
+
+
+def bind(run: RunSources, known: Iterable[Binding]) -> RunSources:
+    """Give a run the target under which it already exists.
+
+    The same first records mean the same run. A log that starts in the middle (verl truncates
+    its file at a restart) belongs to the known run of that name which it continues.
+    """
+    candidates = [b for b in known if b.names_key == run.names_key
+                  and b.target.project == run.target.project]
+    same = [b for b in candidates if b.heads & run.heads]
+    first = run.first_step
+    if not same and run.id_from == "derived" and first is not None and first not in _FIRST_STEPS:
+        same = [b for b in candidates if first <= b.last_step + 1
+                and (not run.fingerprint or b.fingerprint in ("", run.fingerprint))]
+    if not same:
+        return run
+    best = max(same, key=lambda b: (b.target.run_id == run.target.run_id, b.last_step))
+    return replace(run, target=replace(best.target, entity=run.target.entity), id_from="bound")

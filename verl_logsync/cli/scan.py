@@ -1,0 +1,81 @@
+"""`verl-logsync scan`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from verl_logsync.cli.options import grouping_options, paths_argument, settings_from
+
+
+@click.command()
+@paths_argument
+@grouping_options
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+def scan(paths: tuple[Path, ...], as_json: bool, **options: Any) -> int:
+    """Show what is below PATHS: runs, attempts, steps, gaps, and what was left out and why.
+
+    Nothing is written or sent. Exit code 3 means that some inputs cannot be used.
+    """
+    settings = settings_from(options)
+    from verl_logsync import api
+    from verl_logsync.model import HARMLESS
+
+    found, loaded = api.scan(paths, settings)
+    if as_json:
+        _print_json(found, loaded)
+    else:
+        _print_text(found, loaded)
+    skips = list(found.skips)
+    for _, result in loaded:
+        skips.extend(result.account.skips if hasattr(result, "account") else ())
+    failed = any(not hasattr(result, "account") for _, result in loaded)
+    return 3 if failed or any(skip.reason not in HARMLESS for skip in skips) else 0
+
+
+def _print_text(found: Any, loaded: Any) -> None:
+    from verl_logsync.errors import LogsyncError
+    from verl_logsync.reports.text import error_lines, run_lines, skip_lines
+
+    for run, result in loaded:
+        if isinstance(result, LogsyncError):
+            lines = [*run_lines(run, "unreadable", "no rows", None), *error_lines(result)]
+        else:
+            history = result.history
+            rows = f"{len(history)} rows" + (
+                f", steps {history.steps[0]}..{history.last_step}" if len(history) else ""
+            )
+            lines = list(run_lines(run, f"time {history.clock}", rows, result.account))
+        for line in lines:
+            click.echo(line)
+    for line in skip_lines(found.skips):
+        click.echo(line)
+    click.echo(f"{len(found.runs)} runs, {len(found.skips)} files left out")
+
+
+def _print_json(found: Any, loaded: Any) -> None:
+    import orjson
+
+    from verl_logsync.align import missing_steps
+    from verl_logsync.errors import LogsyncError
+    from verl_logsync.reports.as_json import (
+        account_values,
+        catalog_values,
+        error_values,
+    )
+
+    values = catalog_values(found)
+    for entry, (_, result) in zip(values["runs"], loaded, strict=True):
+        if isinstance(result, LogsyncError):
+            entry["error"] = error_values(result)
+            continue
+        history = result.history
+        entry["rows"] = len(history)
+        entry["first_step"] = int(history.steps[0]) if len(history) else None
+        entry["last_step"] = history.last_step
+        entry["missing_steps"] = missing_steps(history.steps)
+        entry["clock"] = history.clock
+        entry["account"] = account_values(result.account)
+    click.echo(orjson.dumps(values, option=orjson.OPT_INDENT_2).decode())

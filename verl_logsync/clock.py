@@ -1,0 +1,197 @@
+"""When every step happened: `_timestamp` and `_runtime` for readings that lack them.
+
+verl's JSONL has no time. The time of a row is rebuilt from the sum of its step times, ending
+at the file's last modification, and marked as estimated. The estimated start is pinned by the
+first upload, so that rows sent later continue the same clock.
+
+`_runtime` is the time since the run's first start without the idle time between attempts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from verl_logsync.columns import RUNTIME, STEP, TIMESTAMP, as_numbers
+from verl_logsync.model import AttemptReading, Clock, LogFile, Reading
+from verl_logsync.verl_keys import STEP_SECONDS, TESTING_SECONDS
+
+_Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Clocked:
+    """Readings whose rows have times.
+
+    `pins` are the estimated starts by the file's head digest; `started_at` is the run's first
+    start; both in seconds since 1970.
+    """
+
+    attempts: tuple[AttemptReading, ...]
+    clock: Clock
+    pins: Mapping[str, float]
+    started_at: float | None
+
+
+def set_clocks(attempts: Sequence[AttemptReading], pins: Mapping[str, float]) -> Clocked:
+    """Give all rows of a run their times, as far as they are known."""
+    pinned: dict[str, float] = {}
+    timed: list[AttemptReading] = []
+    kinds: set[Clock] = set()
+    next_start = float("inf")
+    for attempt in reversed(attempts):  # an attempt is over before the next one starts
+        with_times, kind = _timed(attempt, pins, pinned, next_start)
+        kinds.add(kind)
+        timed.insert(0, with_times)
+        next_start = min(next_start, _start_of(with_times) or next_start)
+    done: list[AttemptReading] = []
+    active = 0.0
+    for attempt in timed:
+        done.append(_shifted(attempt, active))
+        active += _active_seconds(attempt)
+    return Clocked(tuple(done), _overall(kinds), pinned, _first_start(done))
+
+
+def _overall(kinds: set[Clock]) -> Clock:
+    for kind in ("unknown", "estimated", "recorded"):
+        if kind in kinds:
+            return kind
+    return "unknown"
+
+
+def _timed(
+    attempt: AttemptReading,
+    pins: Mapping[str, float],
+    pinned: dict[str, float],
+    next_start: float,
+) -> tuple[AttemptReading, Clock]:
+    """Estimate the times of readings without, by the recorded ones of the same attempt."""
+    recorded = [r.rows for _, r in attempt.readings if TIMESTAMP in r.rows.schema.names]
+    readings: list[tuple[LogFile, Reading]] = []
+    kind: Clock = "recorded"
+    for file, reading in attempt.readings:
+        rows = reading.rows
+        if TIMESTAMP not in rows.schema.names and rows.num_rows:
+            seconds = _step_seconds(rows)
+            kind = "unknown" if seconds is None else "estimated"
+            if seconds is not None:
+                head = file.facts.head_digest
+                elapsed = np.cumsum(seconds)
+                end = min(file.stamp.mtime, next_start)
+                start = _start(rows, elapsed, recorded, pins.get(head), end)
+                pinned[head] = start
+                rows = _with(rows, TIMESTAMP, start + elapsed)
+        elif rows.num_rows:
+            rows = _with_runtime(rows, reading.started_at)
+        readings.append((file, replace(reading, rows=rows)))
+    covered = {step for rows in recorded for step in rows.column(STEP).to_pylist()}
+    if recorded and all(_inside(r.rows, covered) for _, r in readings):
+        kind = "recorded"
+    return AttemptReading(attempt.attempt, tuple(readings)), kind
+
+
+def _inside(rows: pa.Table, steps: set[int]) -> bool:
+    return set(rows.column(STEP).to_pylist()) <= steps
+
+
+def _step_seconds(rows: pa.Table) -> _Floats | None:
+    """Seconds that each record took; None when no record says so."""
+    names = rows.schema.names
+    key = next((key for key in STEP_SECONDS if key in names), None)
+    if key is None:
+        return None
+    seconds = as_numbers(rows.column(key))
+    usable = np.isfinite(seconds) & (seconds >= 0)
+    if not usable.any():
+        return None
+    seconds = np.where(usable, seconds, 0.0)
+    # perf/... is logged with every training step only by versions whose step time (0.6.0 on)
+    # does not contain the validation; update_weights came with them.
+    if TESTING_SECONDS in names and "actor/entropy_loss" not in names:
+        testing = as_numbers(rows.column(TESTING_SECONDS))
+        seconds = seconds + np.where(np.isfinite(testing) & (testing > 0), testing, 0.0)
+    return seconds
+
+
+def _start(
+    rows: pa.Table,
+    elapsed: _Floats,
+    recorded: Sequence[pa.Table],
+    pin: float | None,
+    end: float,
+) -> float:
+    """The estimated start: pinned, else by a recorded clock, else counted back from the end."""
+    if pin is not None:
+        return pin
+    steps = rows.column(STEP).to_numpy()
+    for table in recorded:
+        times = as_numbers(table.column(TIMESTAMP))
+        shared, ours, theirs = np.intersect1d(
+            steps, table.column(STEP).to_numpy(), return_indices=True
+        )
+        if len(shared) and np.isfinite(times[theirs[-1]]):
+            return float(times[theirs[-1]] - elapsed[ours[-1]])
+    return float(end - elapsed[-1])
+
+
+def _with(rows: pa.Table, name: str, values: _Floats) -> pa.Table:
+    column = pa.array(values, mask=~np.isfinite(values))
+    if name in rows.schema.names:
+        return rows.set_column(rows.schema.get_field_index(name), name, column)
+    return rows.append_column(name, column)
+
+
+def _with_runtime(rows: pa.Table, started_at: float | None) -> pa.Table:
+    """Recorded rows with their `_runtime`, which old logs may lack."""
+    if RUNTIME in rows.schema.names:
+        return rows
+    times = as_numbers(rows.column(TIMESTAMP))
+    start = started_at if started_at is not None else float(np.nanmin(times))
+    return _with(rows, RUNTIME, times - start)
+
+
+def _start_of(attempt: AttemptReading) -> float | None:
+    starts = [r.started_at for _, r in attempt.readings if r.started_at is not None]
+    firsts = [
+        float(np.nanmin(as_numbers(r.rows.column(TIMESTAMP))))
+        for _, r in attempt.readings
+        if TIMESTAMP in r.rows.schema.names and r.rows.num_rows
+    ]
+    return min(starts or firsts, default=None)
+
+
+def _shifted(attempt: AttemptReading, active: float) -> AttemptReading:
+    """`_runtime` of all rows, counted on from the active time of the earlier attempts."""
+    start = _start_of(attempt)
+    readings: list[tuple[LogFile, Reading]] = []
+    for file, reading in attempt.readings:
+        rows = reading.rows
+        if RUNTIME in rows.schema.names:
+            rows = _with(rows, RUNTIME, as_numbers(rows.column(RUNTIME)) + active)
+        elif TIMESTAMP in rows.schema.names and start is not None:
+            rows = _with(rows, RUNTIME, as_numbers(rows.column(TIMESTAMP)) - start + active)
+        readings.append((file, replace(reading, rows=rows)))
+    return AttemptReading(attempt.attempt, tuple(readings))
+
+
+def _active_seconds(attempt: AttemptReading) -> float:
+    """How long an attempt ran, superseded steps included: they were computed too."""
+    longest = 0.0
+    start = _start_of(attempt)
+    for _, reading in attempt.readings:
+        rows = reading.rows
+        if RUNTIME in rows.schema.names and rows.num_rows:
+            longest = max(longest, float(np.nanmax(as_numbers(rows.column(RUNTIME)))))
+        elif TIMESTAMP in rows.schema.names and rows.num_rows and start is not None:
+            longest = max(longest, float(np.nanmax(as_numbers(rows.column(TIMESTAMP)))) - start)
+        if reading.ended_at is not None and start is not None:
+            longest = max(longest, reading.ended_at - start)
+    return longest
+
+
+def _first_start(attempts: Sequence[AttemptReading]) -> float | None:
+    return min((s for a in attempts if (s := _start_of(a)) is not None), default=None)

@@ -1,0 +1,299 @@
+"""How metric values are kept in Arrow columns without losing anything.
+
+A metric column has one of four types, and an Arrow null in it always means *missing*:
+
+==========  =====================================================================
+float64     numbers; NaN and infinities are values
+int64       numbers that were all written as integers
+bool        booleans
+string      JSON text of anything else: explicit null, text, lists, objects, mixtures,
+            integers beyond 2^53 (tokens ``NaN``, ``Infinity``, ``-Infinity`` may occur)
+==========  =====================================================================
+
+So null, NaN and missing stay three different things, numbers stay cheap, and odd values
+survive to the last digit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import orjson
+import pyarrow as pa
+
+#: Integers up to this size are exact as float64, so a number column may hold them.
+EXACT: Final = 2**53
+
+#: The columns that are not metrics.
+STEP, TIMESTAMP, RUNTIME = "_step", "_timestamp", "_runtime"
+AXES: Final = (STEP, TIMESTAMP, RUNTIME)
+
+
+class Missing:
+    """The value of a key that a row does not have (not null, not NaN)."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "MISSING"
+
+
+MISSING: Final = Missing()
+
+
+def to_json(value: object) -> str:
+    """JSON text of a value, with the bare tokens NaN, Infinity and -Infinity."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict | list | tuple):
+        return json.dumps(value, separators=(",", ":"))
+    try:
+        return orjson.dumps(value).decode()
+    except (TypeError, UnicodeEncodeError):  # integers over 64 bits, lone surrogates
+        return json.dumps(value)
+
+
+def from_json(text: str | bytes) -> Any:
+    """The value of JSON text; bare NaN and infinities are accepted."""
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return json.loads(text)
+
+
+class TableBuilder:
+    """Turns rows (dicts) into one Arrow table, keeping their order.
+
+    Rows of equal keys share a layout whose numbers are packed as they come, so that the
+    parsed rows need not be kept: holding on to them costs more than parsing them.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._layouts: dict[tuple[str, ...], _Layout] = {}
+        self._latest: _Layout | None = None
+        self._axes: dict[str, list[float | int | None]] = {}
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, row: Mapping[str, Any], *, only_numbers: bool = False) -> None:
+        """Append a row. `only_numbers` promises that no value is a boolean."""
+        keys = tuple(row)
+        layout = self._latest
+        if layout is None or layout.keys != keys:
+            layout = self._layouts.get(keys) or self._layouts.setdefault(keys, _Layout(keys))
+            self._latest = layout
+        layout.add(self._count, row, only_numbers)
+        self._count += 1
+
+    def columns(self) -> dict[str, pa.Array]:
+        """One array per key, each as long as rows were added."""
+        parts: dict[str, list[tuple[_Layout, int]]] = {}
+        for layout in self._layouts.values():
+            layout.freeze()
+            for position, key in enumerate(layout.keys):
+                parts.setdefault(key, []).append((layout, position))
+        return {key: _column(self._count, places) for key, places in parts.items()}
+
+
+class _Layout:
+    """The rows that have the same keys in the same order."""
+
+    def __init__(self, keys: tuple[str, ...]) -> None:
+        self.keys = keys
+        self.rows: list[int] = []
+        self.odd: dict[int, dict[int, str]] = {}
+        self.integral: list[bool] = []
+        self.matrix: np.ndarray[Any, np.dtype[np.float64]] = np.empty((0, 0))
+        self.indices: np.ndarray[Any, np.dtype[np.int64]] = np.empty(0, dtype=np.int64)
+        self._pack = struct.Struct(f"{len(keys)}d").pack
+        self._packed = bytearray()
+
+    def add(self, index: int, row: Mapping[str, Any], only_numbers: bool) -> None:
+        values = row.values()
+        if not self.rows:
+            self.integral = [type(v) is int for v in values]
+        self.rows.append(index)
+        if only_numbers:
+            try:
+                self._packed += self._pack(*values)
+                return
+            except (struct.error, OverflowError):
+                pass
+        self._packed += self._pack(*self._numbers(index, values))
+
+    def _numbers(self, index: int, values: Iterable[Any]) -> Iterator[float]:
+        for position, value in enumerate(values):
+            kind = type(value)
+            if kind is float or (kind is int and -EXACT <= value <= EXACT):
+                yield value
+            else:
+                self.odd.setdefault(position, {})[index] = to_json(value)
+                yield math.nan
+
+    def freeze(self) -> None:
+        self.matrix = np.frombuffer(bytes(self._packed)).reshape(len(self.rows), len(self.keys))
+        self.indices = np.asarray(self.rows, dtype=np.int64)
+
+
+def _column(count: int, places: Sequence[tuple[_Layout, int]]) -> pa.Array:
+    numbers = np.full(count, np.nan)
+    present = np.zeros(count, dtype=bool)
+    odd: dict[int, str] = {}
+    integral = True
+    for layout, position in places:
+        numbers[layout.indices] = layout.matrix[:, position]
+        present[layout.indices] = True
+        odd.update(layout.odd.get(position, {}))
+        integral = integral and layout.integral[position]
+    if odd:
+        return _odd_column(numbers, present, odd)
+    if integral and _is_integral(numbers[present]):
+        whole = np.where(present, numbers, 0).astype(np.int64)
+        return pa.array(whole, mask=~present if not present.all() else None)
+    return pa.array(numbers, mask=~present if not present.all() else None)
+
+
+def _is_integral(numbers: np.ndarray[Any, np.dtype[np.float64]]) -> bool:
+    with np.errstate(invalid="ignore"):
+        return bool(np.all((np.abs(numbers) <= EXACT) & (numbers == np.floor(numbers))))
+
+
+def _odd_column(
+    numbers: np.ndarray[Any, np.dtype[np.float64]],
+    present: np.ndarray[Any, np.dtype[np.bool_]],
+    odd: Mapping[int, str],
+) -> pa.Array:
+    if len(odd) == int(present.sum()) and set(odd.values()) <= {"true", "false"}:
+        flags: list[bool | None] = [None] * len(numbers)
+        for index, text in odd.items():
+            flags[index] = text == "true"
+        return pa.array(flags, type=pa.bool_())
+    texts: list[str | None] = [
+        number_text(value) if there else None
+        for value, there in zip(numbers.tolist(), present.tolist(), strict=True)
+    ]
+    for index, text in odd.items():
+        texts[index] = text
+    return pa.array(texts, type=pa.string())
+
+
+def number_text(value: float) -> str:
+    """JSON text of a number as W&B's wire writes it: 1.0 is ``1``, -0.0 is ``0``."""
+    if value == 0:
+        return "0"
+    if math.isfinite(value) and value == int(value) and abs(value) <= EXACT:
+        return str(int(value))
+    return to_json(value)
+
+
+def decode(column: pa.Array | pa.ChunkedArray) -> list[Any]:
+    """The Python values of a metric column; MISSING where a row lacks the key."""
+    values = column.to_pylist()
+    if pa.types.is_string(column.type):
+        return [MISSING if text is None else from_json(text) for text in values]
+    if column.null_count == 0:
+        return values
+    return [MISSING if value is None else value for value in values]
+
+
+def as_numbers(column: pa.Array | pa.ChunkedArray) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """A metric column as float64; missing, null and what is not a number become NaN."""
+    if pa.types.is_string(column.type):
+        return np.array([_number_or_nan(value) for value in decode(column)], dtype=np.float64)
+    if isinstance(column, pa.ChunkedArray):
+        column = column.combine_chunks()
+    return np.asarray(
+        column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False), dtype=np.float64
+    )
+
+
+def _number_or_nan(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def as_text(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    """A metric column as JSON text, the one type that holds every value."""
+    if isinstance(column, pa.ChunkedArray):
+        column = column.combine_chunks()
+    if pa.types.is_string(column.type):
+        return column
+    return pa.array([_text_or_none(value) for value in column.to_pylist()], type=pa.string())
+
+
+def _text_or_none(value: Any) -> str | None:
+    if value is None:
+        return None
+    return number_text(value) if isinstance(value, float) else to_json(value)
+
+
+def common_type(types: Iterable[pa.DataType], *, large_integers: bool) -> pa.DataType:
+    """The narrowest column type that holds the values of all the given ones."""
+    kinds = set(types)
+    if len(kinds) == 1:
+        return kinds.pop()
+    if kinds == {pa.int64(), pa.float64()} and not large_integers:
+        return pa.float64()
+    return pa.string()
+
+
+def concat(tables: Sequence[pa.Table]) -> pa.Table:
+    """Stack tables of rows; a key that a table lacks is missing in its rows."""
+    if len(tables) == 1:
+        return tables[0]
+    names = list(dict.fromkeys(name for table in tables for name in table.column_names))
+    columns = {name: _concat_column(name, tables) for name in names}
+    return pa.table(columns)
+
+
+def _concat_column(name: str, tables: Sequence[pa.Table]) -> pa.ChunkedArray:
+    having = [table.column(name) for table in tables if name in table.schema.names]
+    large = any(pa.types.is_int64(c.type) and not _fits_float(c) for c in having)
+    kind = common_type([column.type for column in having], large_integers=large)
+    chunks: list[pa.Array] = []
+    for table in tables:
+        if name in table.schema.names:
+            chunks.extend(_cast(table.column(name), kind))
+        else:
+            chunks.append(pa.nulls(table.num_rows, kind))
+    return pa.chunked_array(chunks, type=kind)
+
+
+def _fits_float(column: pa.ChunkedArray) -> bool:
+    numbers = column.drop_null().to_numpy()
+    return numbers.size == 0 or bool(np.abs(numbers).max() <= EXACT)
+
+
+def _cast(column: pa.ChunkedArray, kind: pa.DataType) -> list[pa.Array]:
+    if column.type == kind:
+        return list(column.chunks)
+    if pa.types.is_string(kind):
+        return [as_text(column)]
+    return list(column.cast(kind).chunks)
+
+
+def json_values(column: pa.Array | pa.ChunkedArray) -> list[bytes]:
+    """JSON text of every value of a metric column; whatever where it is missing."""
+    if pa.types.is_string(column.type):
+        return [b"null" if text is None else text.encode() for text in column.to_pylist()]
+    if pa.types.is_boolean(column.type):
+        return [b"true" if flag else b"false" for flag in column.to_pylist()]
+    if len(column) == 0:
+        return []
+    numbers = column.fill_null(0).to_numpy(zero_copy_only=False) if isinstance(
+        column, pa.Array
+    ) else column.fill_null(0).to_numpy()
+    texts = orjson.dumps(
+        np.ascontiguousarray(numbers), option=orjson.OPT_SERIALIZE_NUMPY
+    )[1:-1].split(b",")
+    if numbers.dtype.kind == "f":
+        # orjson writes null for what JSON cannot express.
+        for index in np.flatnonzero(~np.isfinite(numbers)).tolist():
+            texts[index] = to_json(float(numbers[index])).encode()
+    return texts

@@ -1,0 +1,199 @@
+"""Paths -> log files: walk the given paths, and give everything that looks like a log a verdict."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat as statmode
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Final
+
+from verl_logsync.errors import UsageError
+from verl_logsync.interfaces import Candidate, Source
+from verl_logsync.model import LogFile, Skip, SkipReason, Stamp
+
+#: First bytes of a file that are read to recognise it.
+HEAD_BYTES: Final = 1 << 16
+#: Folders deeper than this below a given path are not entered.
+DEPTH: Final = 24
+
+_NEVER_ENTERED: Final = frozenset({".git", "node_modules", "__pycache__", ".venv", ".ipynb_checkpoints"})
+# Names that promise a log, whether or not a source claims the file.
+_LOG_LIKE: Final = re.compile(
+    r"\.(jsonl|ndjson|wandb|log|out|err|parquet)(\.(\d+|gz|zst|bak|old))?$|\.tfevents\.|^main_ppo\.log"
+)
+# The client's own diary, which W&B writes beside every run.
+_CLIENT_DIARY: Final = re.compile(r"^debug(-\w+)?(\.\w+)*\.log$")
+
+#: What the last upload knew about a path: its verdict, if nothing changed since.
+Recall = Callable[[Path], LogFile | Skip | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Everything that a walk came upon, in the order of the paths' names.
+
+    `reached` holds the paths at which log files were claimed (a folder for an offline run).
+    """
+
+    files: tuple[LogFile, ...]
+    skips: tuple[Skip, ...]
+    reached: tuple[tuple[str, LogFile], ...] = ()
+
+
+def remember_nothing(_: Path) -> None:
+    """The `Recall` of a first upload."""
+    return
+
+
+def discover(
+    paths: Sequence[Path],
+    sources: Sequence[Source],
+    recall: Recall = remember_nothing,
+    excluded: Sequence[Path] = (),
+) -> Found:
+    """Find every log below the paths.
+
+    Folders that are reached twice (by symlinks, or because paths overlap) are entered once.
+    Excluded ones (our own state and output) are not entered, unless given themselves.
+
+    Raises:
+        UsageError: a given path does not exist.
+    """
+    walk = _Walk(sources, recall, excluded)
+    for path in sorted(paths, key=str):
+        if not os.path.lexists(path):
+            raise UsageError(
+                "no such file or folder", place=str(path), hint="See: verl-logsync scan --help"
+            )
+        walk.enter(path)
+    files = sorted(walk.files, key=lambda file: str(file.path))
+    skips = tuple(sorted(walk.skips, key=lambda skip: skip.place))
+    return Found(tuple(files), skips, tuple(walk.reached))
+
+
+class _Walk:
+    def __init__(
+        self, sources: Sequence[Source], recall: Recall, excluded: Sequence[Path]
+    ) -> None:
+        self._sources = sources
+        self._recall = recall
+        self._excluded = {path.resolve() for path in excluded}
+        self.reached: list[tuple[str, LogFile]] = []
+        self._seen: set[tuple[int, int]] = set()
+        self.files: list[LogFile] = []
+        self.skips: list[Skip] = []
+
+    def enter(self, path: Path, depth: int = 0) -> None:
+        """Look at a path; a given one (depth 0) is examined whatever its name."""
+        try:
+            status = path.stat()
+        except OSError as error:
+            self._unreachable(path, error)
+            return
+        identity = (status.st_dev, status.st_ino)
+        if identity in self._seen:
+            return
+        self._seen.add(identity)
+        if statmode.S_ISDIR(status.st_mode):
+            self._folder(path, status, depth)
+        elif statmode.S_ISREG(status.st_mode):
+            self._file(path, _stamp(status), given=depth == 0)
+
+    def _unreachable(self, path: Path, error: OSError) -> None:
+        dangling = path.is_symlink() and not path.exists()
+        detail = "dangling symlink" if dangling else (error.strerror or str(error))
+        # W&B leaves links to its diary and its latest run, which break when a folder is moved.
+        if _is_log_like(path) or not dangling:
+            hint = f"Check it with: ls -l {str(path)!r}"
+            self.skips.append(Skip(SkipReason.UNREADABLE, str(path), detail, hint))
+
+    def _folder(self, path: Path, status: os.stat_result, depth: int) -> None:
+        if depth and path.resolve() in self._excluded:
+            return
+        try:
+            names = tuple(sorted(os.listdir(path)))
+        except OSError as error:
+            self._unreachable(path, error)
+            return
+        known = self._recall(path)
+        verdict = known or self._ask(Candidate(path, _stamp(status), names=names))
+        if verdict is not None:
+            self._keep(path, verdict)
+            return
+        if depth >= DEPTH:
+            self.skips.append(
+                Skip(SkipReason.NOT_RECOGNISED, str(path), f"deeper than {DEPTH} folders",
+                     "Give this path itself to look into it")
+            )
+            return
+        # Real entries first: a folder is called by its own name, not by that of a link to it.
+        for entry in sorted((path / name for name in names), key=lambda e: (e.is_symlink(), e)):
+            if entry.name not in _NEVER_ENTERED:
+                self.enter(entry, depth + 1)
+
+    def _file(self, path: Path, stamp: Stamp, *, given: bool) -> None:
+        known = self._recall(path)
+        if known is not None:
+            self._keep(path, known)
+            return
+        if given or self._is_interesting(path.name):
+            try:
+                with path.open("rb") as stream:
+                    head = stream.read(HEAD_BYTES)
+            except OSError as error:
+                self._unreachable(path, error)
+                return
+            verdict = self._ask(Candidate(path, stamp, head))
+            if verdict is not None:
+                self._keep(path, verdict)
+                return
+        if given or (_is_log_like(path) and not _CLIENT_DIARY.match(path.name)):
+            self.skips.append(_not_recognised(path, stamp))
+
+    def _is_interesting(self, name: str) -> bool:
+        return any(fnmatch(name, p) for source in self._sources for p in source.patterns)
+
+    def _ask(self, candidate: Candidate) -> LogFile | Skip | None:
+        for source in self._sources:
+            verdict = source.recognise(candidate)
+            if verdict is not None:
+                return verdict
+        return None
+
+    def _keep(self, path: Path, verdict: LogFile | Skip) -> None:
+        if isinstance(verdict, LogFile):
+            self.files.append(verdict)
+            self.reached.append((str(path), verdict))
+        else:
+            self.skips.append(verdict)
+
+
+def _stamp(status: os.stat_result) -> Stamp:
+    return Stamp(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
+
+
+def stamp_of(path: Path) -> Stamp | None:
+    """The stamp of a file now; None when it cannot be looked at."""
+    try:
+        return _stamp(path.stat())
+    except OSError:
+        return None
+
+
+def _is_log_like(path: Path) -> bool:
+    return bool(_LOG_LIKE.search(path.name))
+
+
+def _not_recognised(path: Path, stamp: Stamp) -> Skip:
+    if stamp.size == 0:
+        return Skip(
+            SkipReason.NOT_RECOGNISED, str(path), "empty; verl's metrics are not in this file",
+            "Look for EXPERIMENT.jsonl, a console log or a wandb/ folder",
+        )
+    return Skip(SkipReason.NOT_RECOGNISED, str(path), "no source knows its content")
+
+

@@ -1,0 +1,128 @@
+"""Everything that can go wrong, as a tree of exceptions.
+
+::
+
+    LogsyncError                    exit 1, not retryable
+    ├── UsageError                  exit 2   a wrong option, path or configuration file
+    ├── InputError                  exit 3   one input cannot be used; the others go on
+    │   ├── UnreadableInput                  permission, I/O error, vanished file
+    │   ├── NotALog                          the file is not what its name says
+    │   └── OverlapRefused                   attempts overlap and --on-overlap is "error"
+    ├── RefusedByServer             exit 3   the server answered, and will not take this run
+    │   └── RunDeleted                       its run id was deleted on the server
+    ├── NotVerified                 exit 4   sent, but the read-back does not agree
+    ├── AuthError                   exit 5   no key, a wrong key, or no permission
+    ├── Unreachable                 exit 6   retryable: network or server down, or too slow
+    ├── Locked                      exit 7   retryable: another upload uses this state
+    └── StateError                  exit 1   the state folder cannot be read or written
+
+A message names the file and the place, says what was seen, and ends with the next command
+to type: `message`, `place` and `hint` are kept apart so that reports can lay them out.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import ClassVar
+
+
+class ExitCode(IntEnum):
+    """Exit codes of the command line; the table is part of the public interface."""
+
+    OK = 0
+    INTERNAL = 1
+    USAGE = 2
+    PARTIAL = 3
+    NOT_VERIFIED = 4
+    AUTH = 5
+    UNREACHABLE = 6
+    LOCKED = 7
+    GATE = 8
+    INTERRUPTED = 130
+
+
+class LogsyncError(Exception):
+    """Base of all errors that users see.
+
+    Args:
+        message: what was seen, in one sentence.
+        place: the file (and line or byte offset) it was seen in.
+        hint: the next thing to do, preferably a command.
+    """
+
+    exit_code: ClassVar[ExitCode] = ExitCode.INTERNAL
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, place: str = "", hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.place = place
+        self.hint = hint
+
+    def __str__(self) -> str:
+        text = f"{self.place}: {self.message}" if self.place else self.message
+        return f"{text}. {self.hint}" if self.hint else text
+
+
+class UsageError(LogsyncError):
+    """A wrong option, path or configuration file."""
+
+    exit_code = ExitCode.USAGE
+
+
+class InputError(LogsyncError):
+    """One input cannot be used; the others go on."""
+
+    exit_code = ExitCode.PARTIAL
+
+
+class UnreadableInput(InputError):
+    """The operating system does not let us read a file."""
+
+
+class NotALog(InputError):
+    """A file is not what its name says."""
+
+
+class OverlapRefused(InputError):
+    """Attempts overlap and the policy is to refuse that."""
+
+
+class RefusedByServer(LogsyncError):
+    """The server answered, and does not take this run or these rows."""
+
+    exit_code = ExitCode.PARTIAL
+
+
+class RunDeleted(RefusedByServer):
+    """The run id was deleted on the server, which never takes it again."""
+
+
+class NotVerified(LogsyncError):
+    """Rows were sent, but reading them back does not agree."""
+
+    exit_code = ExitCode.NOT_VERIFIED
+
+
+class AuthError(LogsyncError):
+    """No API key, a key the server does not know, or no permission."""
+
+    exit_code = ExitCode.AUTH
+
+
+class Unreachable(LogsyncError):
+    """The server cannot be reached, or does not answer in the time given."""
+
+    exit_code = ExitCode.UNREACHABLE
+    retryable = True
+
+
+class Locked(LogsyncError):
+    """Another upload holds the same state folder."""
+
+    exit_code = ExitCode.LOCKED
+    retryable = True
+
+
+class StateError(LogsyncError):
+    """The state folder or the ledger in it cannot be read or written."""

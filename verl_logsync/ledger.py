@@ -1,0 +1,337 @@
+"""The ledger: an SQLite file that remembers what was confirmed.
+
+It is a cache. Deleting it costs one look at the server, never data: everything in it can be
+found again from the files and the server.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import orjson
+
+from verl_logsync.discover import stamp_of
+from verl_logsync.errors import Locked, StateError
+from verl_logsync.model import (
+    Binding,
+    Confirmed,
+    Facts,
+    LogFile,
+    RunSources,
+    Skip,
+    Stamp,
+    Target,
+)
+
+_FILE_NAME: Final = "ledger.sqlite3"
+
+#: Named and applied in order, once each. Never edit one that was released; add another.
+MIGRATIONS: Final = (
+    (
+        "0001-runs-and-files",
+        """
+        CREATE TABLE runs (
+            server TEXT NOT NULL, entity TEXT NOT NULL, project TEXT NOT NULL,
+            run_id TEXT NOT NULL, name TEXT NOT NULL, names_key TEXT NOT NULL,
+            heads TEXT NOT NULL, fingerprint TEXT NOT NULL, steps BLOB NOT NULL,
+            digests BLOB NOT NULL, state TEXT NOT NULL, clock TEXT NOT NULL,
+            sources TEXT NOT NULL, recheck_at REAL, kept_old TEXT NOT NULL,
+            confirmed_at REAL NOT NULL,
+            PRIMARY KEY (server, entity, project, run_id)
+        );
+        CREATE TABLE files (path TEXT PRIMARY KEY, verdict BLOB NOT NULL);
+        """,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerRun:
+    """One remembered run, for `status`. `kept_old` says why rows on the server are outdated."""
+
+    target: Target
+    name: str
+    rows: int
+    last_step: int | None
+    state: str
+    confirmed_at: float
+    recheck_at: float | None
+    kept_old: str
+
+
+@contextmanager
+def locked(folder: Path, wait: float = 5.0) -> Iterator[int]:
+    """Hold the state folder for one upload; the lock ends with the process.
+
+    Args:
+        wait: seconds to wait for it; the uploader of a killed run needs a moment to die.
+
+    Yields:
+        The descriptor that holds the lock, for a child that must keep it.
+
+    Raises:
+        Locked: another upload holds it.
+        StateError: the folder cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise _state_error(folder, error) from error
+    try:
+        _take_lock(descriptor, folder, time.monotonic() + wait)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _take_lock(descriptor: int, folder: Path, end: float) -> None:
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            if time.monotonic() > end:
+                raise Locked(
+                    "another upload is running with this state",
+                    place=str(folder),
+                    hint="Wait for it, or give another --state-dir",
+                ) from error
+        except OSError as error:
+            raise _state_error(folder, error) from error
+        time.sleep(0.1)
+
+
+def _state_error(folder: Path, error: Exception) -> StateError:
+    text = error.strerror if isinstance(error, OSError) else str(error)
+    return StateError(
+        f"the state folder cannot be used: {text}",
+        place=str(folder),
+        hint="Give a writable folder with free space: --state-dir DIR",
+    )
+
+
+class Ledger:
+    """What is remembered about one server's runs.
+
+    Args:
+        folder: the state folder.
+        server: base URL of the W&B server; runs of other servers are not seen.
+
+    Raises:
+        StateError: the file cannot be opened, read or written (from any method).
+    """
+
+    def __init__(self, folder: Path, server: str) -> None:
+        self._folder = folder
+        self._server = server
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(folder / _FILE_NAME, timeout=30, isolation_level=None)
+            self._migrate()
+        except (sqlite3.Error, OSError) as error:
+            raise self._explained(error) from error
+
+    def close(self) -> None:
+        self._db.close()
+
+    def _explained(self, error: Exception) -> StateError:
+        if isinstance(error, sqlite3.DatabaseError) and "malformed" in str(error) or (
+            "not a database" in str(error)
+        ):
+            return StateError(
+                f"the ledger is damaged: {error}",
+                place=str(self._folder / _FILE_NAME),
+                hint=f"It is only a cache; remove it: rm {str(self._folder / _FILE_NAME)!r}",
+            )
+        return _state_error(self._folder, error)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._db
+            except BaseException:
+                self._db.execute("ROLLBACK")
+                raise
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise self._explained(error) from error
+
+    def _migrate(self) -> None:
+        with self._transaction() as db:
+            db.execute("CREATE TABLE IF NOT EXISTS migrations (name TEXT PRIMARY KEY, at REAL)")
+            done = {name for (name,) in db.execute("SELECT name FROM migrations")}
+            unknown = done - {name for name, _ in MIGRATIONS}
+            if unknown:
+                raise StateError(
+                    f"the ledger was written by a newer version ({', '.join(sorted(unknown))})",
+                    place=str(self._folder),
+                    hint="Update verl-logsync, or give another --state-dir",
+                )
+            for name, script in MIGRATIONS:
+                if name not in done:
+                    for statement in script.split(";"):
+                        db.execute(statement)
+                    db.execute("INSERT INTO migrations VALUES (?, ?)", (name, time.time()))
+
+    def _query(self, sql: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+        try:
+            return self._db.execute(sql, values).fetchall()
+        except sqlite3.Error as error:
+            raise self._explained(error) from error
+
+    # -- files ----------------------------------------------------------------------------
+
+    def recall(self) -> RememberedFiles:
+        """The verdicts of the last walk, valid where the file did not change since."""
+        rows = self._query("SELECT path, verdict FROM files")
+        return RememberedFiles(dict(rows))
+
+    def remember_files(self, verdicts: Iterable[tuple[str, LogFile]]) -> None:
+        """Keep what was recognised under the paths at which it was found."""
+        rows = [(path, _dump(file)) for path, file in verdicts]
+        with self._transaction() as db:
+            db.executemany("INSERT OR REPLACE INTO files VALUES (?, ?)", rows)
+
+    # -- runs -----------------------------------------------------------------------------
+
+    def confirmed(self, target: Target) -> Confirmed | None:
+        """What was last verified of a run."""
+        rows = self._query(
+            "SELECT names_key, heads, fingerprint, steps, digests, state, clock FROM runs "
+            "WHERE server=? AND entity=? AND project=? AND run_id=?",
+            self._key(target),
+        )
+        if not rows:
+            return None
+        names_key, heads, fingerprint, steps, digests, state, clock = rows[0]
+        return Confirmed(
+            target,
+            names_key,
+            frozenset(orjson.loads(heads)),
+            fingerprint,
+            np.frombuffer(steps, dtype=np.int64),
+            np.frombuffer(digests, dtype=np.uint64),
+            state,
+            orjson.loads(clock),
+        )
+
+    def bindings(self) -> list[Binding]:
+        """All known runs, to recognise their files again."""
+        rows = self._query(
+            "SELECT entity, project, run_id, names_key, heads, fingerprint, steps FROM runs "
+            "WHERE server=?",
+            (self._server,),
+        )
+        return [
+            Binding(Target(entity, project, run_id), names_key, frozenset(orjson.loads(heads)),
+                    fingerprint, _last(steps))
+            for entity, project, run_id, names_key, heads, fingerprint, steps in rows
+        ]
+
+    def settled(self, runs: Iterable[RunSources], now: float, settings_key: str) -> set[Target]:
+        """The runs in whose files nothing changed, and for which time changes nothing either."""
+        rows = self._query(
+            "SELECT entity, project, run_id, sources, recheck_at FROM runs WHERE server=?",
+            (self._server,),
+        )
+        known = {Target(e, p, i): (sources, recheck) for e, p, i, sources, recheck in rows}
+        return {
+            run.target
+            for run in runs
+            if run.target in known
+            and known[run.target][0] == sources_digest(run, settings_key)
+            and (known[run.target][1] is None or known[run.target][1] > now)
+        }
+
+    def runs(self) -> list[LedgerRun]:
+        """Every remembered run of this server."""
+        rows = self._query(
+            "SELECT entity, project, run_id, name, steps, state, confirmed_at, recheck_at, "
+            "kept_old FROM runs WHERE server=? ORDER BY project, name, run_id",
+            (self._server,),
+        )
+        return [
+            LedgerRun(Target(e, p, i), name, len(steps) // 8, _last(steps) if steps else None,
+                      state, at, recheck, kept)
+            for e, p, i, name, steps, state, at, recheck, kept in rows
+        ]
+
+    def confirm(
+        self,
+        run: RunSources,
+        confirmed: Confirmed,
+        settings_key: str,
+        recheck_at: float | None,
+        kept_old: str = "",
+    ) -> None:
+        """Remember a run whose read-back agreed."""
+        row = (
+            *self._key(confirmed.target),
+            run.name,
+            confirmed.names_key,
+            orjson.dumps(sorted(confirmed.heads)).decode(),
+            confirmed.fingerprint,
+            np.ascontiguousarray(confirmed.steps).tobytes(),
+            np.ascontiguousarray(confirmed.digests).tobytes(),
+            confirmed.state,
+            orjson.dumps(dict(confirmed.clock)).decode(),
+            sources_digest(run, settings_key),
+            recheck_at,
+            kept_old,
+            time.time(),
+        )
+        marks = ",".join("?" * len(row))
+        with self._transaction() as db:
+            db.execute(f"INSERT OR REPLACE INTO runs VALUES ({marks})", row)
+
+    def _key(self, target: Target) -> tuple[str, str, str, str]:
+        return self._server, target.entity, target.project, target.run_id
+
+
+def _last(steps: bytes) -> int:
+    return int(np.frombuffer(steps[-8:], dtype=np.int64)[0]) if steps else -1
+
+
+def sources_digest(run: RunSources, settings_key: str) -> str:
+    """Changes when a file of the run, or a setting that decides what is sent, changes."""
+    hasher = hashlib.blake2b(settings_key.encode(), digest_size=16)
+    for file in sorted(run.files, key=lambda f: f.place):
+        hasher.update(f"\0{file.place}\0{asdict(file.stamp)}".encode(errors="surrogatepass"))
+    return hasher.hexdigest()
+
+
+def _dump(file: LogFile) -> bytes:
+    return orjson.dumps({**asdict(file), "path": os.fsdecode(file.path)}, option=orjson.OPT_NON_STR_KEYS)
+
+
+class RememberedFiles:
+    """A `Recall`: verdicts by path, each checked against the file as it is now."""
+
+    def __init__(self, verdicts: dict[str, bytes]) -> None:
+        self._verdicts = verdicts
+
+    def __call__(self, path: Path) -> LogFile | Skip | None:
+        data = self._verdicts.get(str(path))
+        if data is None:
+            return None
+        known = orjson.loads(data)
+        stamp = Stamp(**known["stamp"])
+        if stamp_of(Path(known["path"])) != stamp:
+            return None
+        facts = Facts(**known["facts"])
+        return LogFile(Path(known["path"]), known["source"], stamp, facts, known["role"])
+
+

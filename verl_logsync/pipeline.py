@@ -1,0 +1,547 @@
+"""The program, top to bottom: find, read, align, plan, send, read back, remember.
+
+Only this module knows the ledger, and only it decides what happens when something fails:
+`_attempted` is the one place that catches everything, for one run of the batch.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from verl_logsync.align import Policy, align
+from verl_logsync.assemble import Surroundings, assemble
+from verl_logsync.catalog import Grouping, bind, catalog
+from verl_logsync.clock import set_clocks
+from verl_logsync.columns import AXES, STEP, TableBuilder
+from verl_logsync.discover import Recall, discover, remember_nothing
+from verl_logsync.errors import AuthError, LogsyncError, Unreachable
+from verl_logsync.interfaces import Sink, Source
+from verl_logsync.ledger import Ledger
+from verl_logsync.model import (
+    Account,
+    Action,
+    Attempt,
+    AttemptReading,
+    Catalog,
+    Confirmed,
+    Facts,
+    History,
+    LogFile,
+    Outcome,
+    Reading,
+    RemoteState,
+    Report,
+    RunSources,
+    Stamp,
+    Target,
+    UploadPlan,
+    Verdict,
+)
+from verl_logsync.plan import Held, Situation, held_after, held_from_rows, held_rows, make_plan
+from verl_logsync.readiness import Patience, Readiness, judge
+from verl_logsync.settings import Settings
+from verl_logsync.verify import verify_counts, verify_rows
+
+#: Runs that are looked up, sent and verified together.
+BATCH = 100
+#: Seconds that the server is given to index what it accepted; less when the sender complained.
+INDEXING, COMPLAINED = 30.0, 3.0
+
+_T = TypeVar("_T")
+
+Progress = Callable[[str, int, int], None]
+"""Called with the name of a stage, how much of it is done, and how much there is."""
+
+
+def no_progress(stage: str, done: int, total: int) -> None:
+    """A `Progress` for when nobody is looking."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """One run, read and aligned."""
+
+    run: RunSources
+    history: History
+    account: Account
+    around: Surroundings
+    pins: Mapping[str, float]
+    started_at: float | None
+
+
+@dataclass(slots=True)
+class Engine:
+    """What the stages are run with. `ledger` is None where nothing is remembered."""
+
+    settings: Settings
+    sources: Sequence[Source]
+    sink: Sink | None = None
+    ledger: Ledger | None = None
+    progress: Progress = no_progress
+    now: Callable[[], float] = time.time
+    by_name: Mapping[str, Source] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.by_name = {source.name: source for source in self.sources}
+
+
+# -- find ----------------------------------------------------------------------------------
+
+
+def survey(engine: Engine, paths: Sequence[Path]) -> Catalog:
+    """Everything under the paths, grouped into runs, each with the target it is bound to."""
+    settings, ledger = engine.settings, engine.ledger
+    recall: Recall = ledger.recall() if ledger is not None else remember_nothing
+    found = discover(
+        paths, engine.sources, recall, excluded=(settings.state_folder, settings.output)
+    )
+    if ledger is not None:
+        ledger.remember_files(found.reached)
+    runs = catalog(found, Grouping(settings.entity, settings.project, settings.runs))
+    known = ledger.bindings() if ledger is not None else []
+    return replace(runs, runs=tuple(bind(run, known) for run in runs.runs))
+
+
+# -- read and align ------------------------------------------------------------------------
+
+
+def load(
+    engine: Engine,
+    run: RunSources,
+    pins: Mapping[str, float] | None = None,
+    stored: Sequence[AttemptReading] = (),
+) -> Loaded:
+    """Read all files of a run and align them.
+
+    Args:
+        pins: estimated starts that an earlier upload settled on.
+        stored: rows that only the server still has, as an attempt before all others.
+    """
+    attempts = [*stored, *(_read_attempt(engine, attempt) for attempt in run.attempts)]
+    configs = [engine.by_name[file.source].read(file) for file in run.configs]
+    clocked = set_clocks(attempts, pins or {})
+    settings = engine.settings
+    precisions = {source.name: source.precision for source in engine.sources} | {_STORED: 100}
+    history, account = align(
+        clocked.attempts,
+        precisions,
+        Policy(settings.on_overlap, settings.keep_tail),
+        clocked.clock,
+    )
+    around = assemble(attempts[len(stored) :], configs)
+    return Loaded(run, history, account, around, clocked.pins, clocked.started_at)
+
+
+def load_or_error(engine: Engine, run: RunSources) -> Loaded | LogsyncError:
+    """The same for one run of many; what prevents it is its result."""
+    result = _attempted(run, partial(load, engine, run))
+    if isinstance(result, Outcome):
+        assert result.error is not None, "a failed run has an error"
+        return result.error
+    return result
+
+
+def _read_attempt(engine: Engine, attempt: Attempt) -> AttemptReading:
+    return AttemptReading(
+        attempt, tuple((file, engine.by_name[file.source].read(file)) for file in attempt.files)
+    )
+
+
+_STORED = "stored rows"
+
+
+def _stored_attempt(rows: Sequence[Mapping[str, object]], target: Target) -> AttemptReading:
+    """Rows read back from the server, as the attempt whose files are gone."""
+    import pyarrow as pa
+
+    builder = TableBuilder()
+    axes: dict[str, list[object]] = {axis: [] for axis in AXES}
+    for row in rows:
+        for axis in AXES:
+            axes[axis].append(row.get(axis))
+        builder.add({key: value for key, value in row.items() if key not in AXES})
+    columns = {STEP: pa.array(axes[STEP], type=pa.int64())}
+    for axis in AXES[1:]:
+        if any(value is not None for value in axes[axis]):
+            columns[axis] = pa.array(axes[axis], type=pa.float64())
+    reading = Reading(pa.table(columns | builder.columns()))
+    file = LogFile(Path(str(target)), _STORED, Stamp(0, 0, 0, 0), Facts())
+    return AttemptReading(Attempt((file,), None, "recorded start"), ((file, reading),))
+
+
+# -- upload --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A run with its plan, and what the plan was made from."""
+
+    loaded: Loaded
+    ready: Readiness
+    held: Held
+    plan: UploadPlan
+
+
+def upload(engine: Engine, paths: Sequence[Path]) -> Report:
+    """Bring the server up to date with everything under the paths."""
+    found = survey(engine, paths)
+    runs, settled = _open_runs(engine, found)
+    outcomes: list[Outcome] = list(settled)
+    stopped: LogsyncError | None = None
+    for start in range(0, len(runs), BATCH):
+        batch = runs[start : start + BATCH]
+        if stopped is None:
+            try:
+                outcomes.extend(_upload_batch(engine, batch, start, len(runs)))
+                continue
+            except (AuthError, Unreachable) as error:
+                stopped = error  # no other run would fare better
+        outcomes.extend(_failed(run, stopped) for run in batch)
+    outcomes.sort(key=lambda o: (o.target.project, o.name, o.target.run_id))
+    return Report(tuple(outcomes), found.skips, found, engine.settings.mode)
+
+
+def _open_runs(engine: Engine, found: Catalog) -> tuple[list[RunSources], list[Outcome]]:
+    """The runs that need work, those that waited longest first, and the outcomes of the rest."""
+    ledger, settings = engine.ledger, engine.settings
+    if ledger is None or settings.verify == "full":
+        return sorted(found.runs, key=lambda run: run.changed_at), []
+    done = ledger.settled(found.runs, engine.now(), settings.decisive)
+    remembered = {run.target: run for run in ledger.runs()}
+    outcomes = [
+        Outcome(
+            run.target,
+            run.name,
+            Action.KEPT_OLD if remembered[run.target].kept_old else Action.NOTHING,
+            rows_total=remembered[run.target].rows,
+            state=remembered[run.target].state,
+            notes=tuple(filter(None, (remembered[run.target].kept_old,))),
+        )
+        for run in found.runs
+        if run.target in done
+    ]
+    todo = [run for run in found.runs if run.target not in done]
+    return sorted(todo, key=lambda run: (run.changed_at, run.name)), outcomes
+
+
+def _upload_batch(
+    engine: Engine, batch: Sequence[RunSources], done: int, total: int
+) -> list[Outcome]:
+    sink = engine.sink
+    assert sink is not None, "an upload has a sink"
+    runs = _bound(engine, sink, batch)
+    states = sink.look([run.target for run in runs])
+    outcomes: list[Outcome] = []
+    prepared: list[_Prepared] = []
+    for number, run in enumerate(runs):
+        engine.progress("read", done + number, total)
+        result = _attempted(run, partial(_prepare, engine, sink, run, states.get(run.target)))
+        if isinstance(result, Outcome):
+            outcomes.append(result)
+        else:
+            prepared.append(result)
+    if engine.settings.dry_run or engine.settings.mode == "disabled":
+        return outcomes + [_planned(p) for p in prepared]
+    engine.progress("send", done, total)
+    outcomes.extend(_carry_out(engine, sink, prepared))
+    engine.progress("done", done + len(runs), total)
+    return outcomes
+
+
+def _attempted(run: RunSources, work: Callable[[], _T]) -> _T | Outcome:
+    """Do the work of one run; whatever goes wrong is that run's outcome alone."""
+    try:
+        return work()
+    except (AuthError, Unreachable):
+        raise
+    except LogsyncError as error:
+        return _failed(run, error)
+    except Exception as error:  # noqa: BLE001 - one bad run must never stop the others
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        internal = LogsyncError(
+            f"internal error: {type(error).__name__}: {error} ({Path(where.filename).name}:"
+            f"{where.lineno})",
+            place=run.files[0].place if run.files else run.name,
+            hint="Please report it with the output of: verl-logsync scan --json PATH",
+        )
+        return _failed(run, internal)
+
+
+def _failed(run: RunSources, error: LogsyncError) -> Outcome:
+    return Outcome(run.target, run.name, None, error=error, notes=run.notes)
+
+
+def _bound(engine: Engine, sink: Sink, batch: Sequence[RunSources]) -> list[RunSources]:
+    """Runs that another machine may have uploaded under another id are found by their marker."""
+    known_here = set()
+    if engine.ledger is not None:
+        known_here = {b.target for b in engine.ledger.bindings()}
+    unknown = [run for run in batch if run.target not in known_here]
+    bindings = []
+    for project in {replace(run.target, run_id="") for run in unknown}:
+        keys = [r.names_key for r in unknown if replace(r.target, run_id="") == project]
+        bindings.extend(sink.find(project, keys))
+    return [bind(run, bindings) if run in unknown else run for run in batch]
+
+
+def _prepare(
+    engine: Engine, sink: Sink, run: RunSources, remote: RemoteState | None
+) -> _Prepared:
+    """Read, align and plan one run."""
+    confirmed = engine.ledger.confirmed(run.target) if engine.ledger is not None else None
+    loaded = load(engine, run, _pins(remote, confirmed))
+    if remote is not None and remote.lines and _starts_late(loaded, confirmed):
+        loaded = _with_stored_rows(engine, sink, loaded, _pins(remote, confirmed))
+    return _planned_with(engine, sink, loaded, remote, confirmed)
+
+
+def _pins(remote: RemoteState | None, confirmed: Confirmed | None) -> Mapping[str, float]:
+    if confirmed is not None:
+        return confirmed.clock
+    return remote.marker.clock if remote is not None and remote.marker is not None else {}
+
+
+def _starts_late(loaded: Loaded, confirmed: Confirmed | None) -> bool:
+    """Whether the server may hold rows from before the first row that is left on disk."""
+    if not len(loaded.history) or loaded.history.steps[0] <= 1:
+        return False
+    return confirmed is None or bool(confirmed.steps[0] < loaded.history.steps[0])
+
+
+def _with_stored_rows(
+    engine: Engine, sink: Sink, loaded: Loaded, pins: Mapping[str, float]
+) -> Loaded:
+    """A log that was truncated at a restart continues the rows that the server holds.
+
+    They are aligned like the attempt that wrote them, so that nothing of it is erased and a
+    validation record at the resume step merges into its row.
+    """
+    rows = list(sink.rows(loaded.run.target, 0))
+    first = int(loaded.history.steps[0])
+    if not rows or int(rows[0][STEP]) >= first:  # type: ignore[call-overload]
+        return loaded
+    whole = load(engine, loaded.run, pins, (_stored_attempt(rows, loaded.run.target),))
+    note = (f"its log starts at step {first}: the file was replaced at a restart. Rows that only "
+            "the server still has stay there (verl-logsync scan shows the files)")
+    return replace(whole, account=replace(whole.account, notes=(*whole.account.notes, note)))
+
+
+def _planned_with(
+    engine: Engine,
+    sink: Sink,
+    loaded: Loaded,
+    remote: RemoteState | None,
+    confirmed: Confirmed | None,
+) -> _Prepared:
+    settings, run = engine.settings, loaded.run
+    ready = judge(
+        loaded.history,
+        loaded.around,
+        run.changed_at,
+        engine.now(),
+        Patience(settings.settle, settings.stale_after, settings.final),
+    )
+    history = loaded.history.head(ready.rows)
+    held = held_rows(history, remote, confirmed)
+    if held is None:
+        held = held_from_rows(sink.rows(run.target, 0))
+    extra = loaded.around.extra
+    if remote is not None and (extra.files or extra.artifacts):
+        remote = sink.with_parts(run.target, remote)
+    situation = Situation(
+        run=run,
+        history=history,
+        around=loaded.around,
+        ready=ready,
+        pins=loaded.pins,
+        started_at=loaded.started_at or min(f.stamp.mtime for f in run.files),
+        remote=remote,
+        held=held,
+        can_rewind=remote is not None and sink.can_rewind(run.target),
+        on_rewrite=settings.on_rewrite,
+    )
+    return _Prepared(loaded, ready, held, make_plan(situation))
+
+
+def _planned(prepared: _Prepared) -> Outcome:
+    return _outcome(prepared, rows_sent=0, verdict=None)
+
+
+def _outcome(prepared: _Prepared, *, rows_sent: int, verdict: Verdict | None) -> Outcome:
+    plan, loaded = prepared.plan, prepared.loaded
+    return Outcome(
+        plan.target,
+        plan.name,
+        plan.action,
+        rows_sent=rows_sent,
+        rows_total=len(plan.history),
+        state=plan.state,
+        account=loaded.account,
+        verdict=verdict,
+        notes=(*loaded.run.notes, *loaded.account.notes, *plan.notes),
+        rows_planned=plan.rows_to_send,
+    )
+
+
+# -- send, read back, remember -------------------------------------------------------------
+
+
+def _carry_out(engine: Engine, sink: Sink, prepared: Sequence[_Prepared]) -> list[Outcome]:
+    """Send what is planned, verify, and plan again where one sending is not enough.
+
+    A rewind carries rows only, so its run's other records follow in a second round; a rewind
+    that the server refused is planned again without.
+    """
+    outcomes: dict[Target, Outcome] = {}
+    rows_sent: dict[Target, int] = {}
+    todo = list(prepared)
+    for _ in range(3):
+        again: list[_Prepared] = []
+        for item, outcome in _one_round(engine, sink, todo):
+            rows_sent[outcome.target] = rows_sent.get(outcome.target, 0) + outcome.rows_sent
+            first = outcomes.get(outcome.target)
+            outcomes[outcome.target] = _combined(first, outcome, rows_sent[outcome.target])
+            more = _next_plan(engine, sink, item, outcome)
+            if isinstance(more, Outcome):
+                outcomes[outcome.target] = more
+            elif more is not None:
+                again.append(more)
+        todo = again
+        if not todo:
+            break
+    return list(outcomes.values())
+
+
+def _combined(first: Outcome | None, second: Outcome, rows: int) -> Outcome:
+    if first is None:
+        return second
+    action = first.action if second.action is Action.APPEND else second.action
+    notes = tuple(dict.fromkeys((*first.notes, *second.notes)))
+    return replace(second, action=action, rows_sent=rows, notes=notes)
+
+
+def _one_round(
+    engine: Engine, sink: Sink, prepared: Sequence[_Prepared]
+) -> Iterator[tuple[_Prepared, Outcome]]:
+    sending = [item for item in prepared if item.plan.sends]
+    sent = sink.send([item.plan for item in sending]) if sending else {}
+    complaints = {t: s for t, s in sent.items() if s.error is not None or s.messages}
+    unsent = [item for item in prepared if not item.plan.sends]
+    verdicts = _read_back(engine, sink, sending, bool(complaints))
+    for item in unsent:
+        verdict = None
+        if engine.settings.verify == "full" and item.plan.action is Action.NOTHING:
+            verdict = verify_rows(item.plan, sink.rows(item.plan.target, 0))
+        if verdict is None or verdict.agrees:
+            _remember(engine, item)
+        yield item, _outcome(item, rows_sent=0, verdict=verdict)
+    for item in sending:
+        target = item.plan.target
+        verdict = verdicts.get(target)
+        outcome = replace(
+            _outcome(item, rows_sent=item.plan.rows_to_send, verdict=verdict),
+            url=sink.url(target),
+        )
+        trouble = sent.get(target)
+        if verdict is not None and verdict.agrees:
+            _remember(engine, item)
+        elif trouble is not None and trouble.error is not None:
+            outcome = replace(outcome, rows_sent=0, error=trouble.error)
+        elif verdict is None:
+            outcome = replace(outcome, notes=(*outcome.notes, "NOT VERIFIED: --verify none"))
+        if trouble is not None and trouble.messages and not (verdict and verdict.agrees):
+            said = tuple(f"the uploader says: {m}" for m in trouble.messages[:5])
+            outcome = replace(outcome, notes=(*outcome.notes, *said))
+        yield item, outcome
+
+
+def _read_back(
+    engine: Engine, sink: Sink, items: Sequence[_Prepared], complained: bool
+) -> dict[Target, Verdict]:
+    """Ask the server until it agrees with every plan, or has had its time to index."""
+    if engine.settings.verify == "none" or not items:
+        return {}
+    verdicts: dict[Target, Verdict] = {}
+    end = time.monotonic() + (COMPLAINED if complained else INDEXING)
+    pause = 0.1
+    open_items = list(items)
+    while True:
+        states = sink.look([item.plan.target for item in open_items])
+        for item in open_items:
+            verdicts[item.plan.target] = _verdict(engine, sink, item, states)
+        open_items = [i for i in open_items if not verdicts[i.plan.target].agrees]
+        if not open_items or time.monotonic() + pause > end:
+            return verdicts
+        time.sleep(pause)
+        pause = min(2 * pause, 5.0)
+
+
+def _verdict(
+    engine: Engine, sink: Sink, item: _Prepared, states: Mapping[Target, RemoteState]
+) -> Verdict:
+    target, expect = item.plan.target, item.plan.expect
+    state = states.get(target)
+    if state is not None and (expect.files or expect.artifacts):
+        state = sink.with_parts(target, state)
+    verdict = verify_counts(item.plan, state)
+    if verdict.agrees and engine.settings.verify == "full":
+        return verify_rows(item.plan, sink.rows(target, 0))
+    return verdict
+
+
+def _next_plan(
+    engine: Engine, sink: Sink, item: _Prepared, outcome: Outcome
+) -> _Prepared | Outcome | None:
+    """The plan of a further round; None when this run is done."""
+    plan, run = item.plan, item.loaded.run
+    if plan.action is not Action.REWIND or outcome.error is not None:
+        return None
+    state = sink.look([plan.target]).get(plan.target)
+    agreed = outcome.verdict is not None and outcome.verdict.agrees
+    if not agreed:
+        if state is None or _was_rewound(plan, item.held, state):
+            return None
+        sink.refuses_rewind(plan.target)
+        return _attempted(run, lambda: _planned_with(engine, sink, item.loaded, state, None))
+    confirmed = engine.ledger.confirmed(plan.target) if engine.ledger is not None else None
+    more = _attempted(run, lambda: _planned_with(engine, sink, item.loaded, state, confirmed))
+    if isinstance(more, Outcome) or more.plan.sends:
+        return more
+    _remember(engine, more)
+    return None
+
+
+def _was_rewound(plan: UploadPlan, held: Held, state: RemoteState) -> bool:
+    """Whether the rows on the server are no longer those from before the rewind."""
+    return state.lines != len(held.steps) or (
+        state.marker is not None and state.marker.digest == plan.marker.digest
+    )
+
+
+def _remember(engine: Engine, item: _Prepared) -> None:
+    if engine.ledger is None:
+        return
+    plan, run = item.plan, item.loaded.run
+    if plan.action is Action.NOTHING and not len(plan.history) and not len(item.held.steps):
+        return
+    after = held_after(plan, item.held)
+    confirmed = Confirmed(
+        plan.target,
+        run.names_key,
+        run.heads,
+        run.fingerprint,
+        after.steps,
+        after.digests,
+        plan.state,
+        plan.marker.clock,
+    )
+    # The rest of a rewound run (events, files) is still to be sent.
+    recheck = 0.0 if plan.action is Action.REWIND else item.ready.recheck_at
+    kept_old = plan.notes[0] if plan.action is Action.KEPT_OLD else ""
+    engine.ledger.confirm(run, confirmed, engine.settings.decisive, recheck, kept_old)

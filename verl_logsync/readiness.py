@@ -1,0 +1,91 @@
+"""Which rows are final enough to send, and in which state that leaves the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from verl_logsync.assemble import Surroundings
+from verl_logsync.model import History, RunState
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long to wait for more, in seconds.
+
+    `settle`: files changed more recently may still complete their newest step. `stale_after`:
+    a run whose files are older is over. `final`: everything is complete now.
+    """
+
+    settle: float = 60.0
+    stale_after: float = 3600.0
+    final: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """`rows` rows may be sent; `recheck_at` is when time alone changes that (None: never)."""
+
+    rows: int
+    state: RunState
+    exit_code: int
+    recheck_at: float | None
+    notes: tuple[str, ...] = ()
+
+
+def judge(
+    history: History, around: Surroundings, changed_at: float, now: float, patience: Patience
+) -> Readiness:
+    """Judge a run by its end, its age and the user's patience.
+
+    Args:
+        changed_at: latest modification of its files, seconds since 1970.
+        now: seconds since 1970.
+    """
+    rows = len(history)
+    end = _recorded_end(history, around)
+    if end is not None:
+        return Readiness(rows, *end)
+    if patience.final:
+        return Readiness(rows, "finished", 0, None, ("finished because of --final",))
+    age = now - changed_at
+    if age < patience.settle:
+        note = _held_back(history, age) if rows else ()
+        return Readiness(max(rows - 1, 0), "running", 0, changed_at + patience.settle, note)
+    if age < patience.stale_after:
+        return Readiness(rows, "running", 0, changed_at + patience.stale_after)
+    offline = around.offline_last_step
+    if offline is not None and history.last_step is not None and history.last_step > offline:
+        note = (f"interrupted: its W&B log ends at step {offline} without an exit record",)
+        return Readiness(rows, "running", 0, None, note)
+    if offline is not None:
+        note = ("failed: its log has no exit record and is no longer written",)
+        return Readiness(rows, "failed", 1, None, note)
+    return Readiness(rows, "finished", 0, None, ("assumed finished: its files stopped changing",))
+
+
+def _recorded_end(
+    history: History, around: Surroundings
+) -> tuple[RunState, int, float | None, tuple[str, ...]] | None:
+    if around.ending is not None:
+        code = around.ending.exit_code
+        return ("finished" if code == 0 else "failed"), code, None, ()
+    total = total_steps(around.config)
+    if total is not None and history.last_step is not None and history.last_step >= total:
+        return "finished", 0, None, (f"finished: step {total} of {total} is reached",)
+    return None
+
+
+def _held_back(history: History, age: float) -> tuple[str, ...]:
+    return (
+        f"step {history.last_step} is held back: its files changed {max(age, 0):.0f} s ago and "
+        "may still complete it (--final sends it now)",
+    )
+
+
+def total_steps(config: Mapping[str, Any]) -> int | None:
+    """`trainer.total_training_steps`, when the config states it."""
+    trainer = config.get("trainer")
+    total = trainer.get("total_training_steps") if isinstance(trainer, Mapping) else None
+    return total if isinstance(total, int) and not isinstance(total, bool) and total > 0 else None

@@ -1,0 +1,1 @@
+"""Reports about what a command found and did. They know values only."""

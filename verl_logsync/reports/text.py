@@ -1,0 +1,127 @@
+"""Reports as text for people and for cron's mail: one line a run, then what needs attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from verl_logsync.errors import LogsyncError
+from verl_logsync.model import (
+    HARMLESS,
+    Account,
+    Action,
+    Catalog,
+    Outcome,
+    Report,
+    RunSources,
+    Skip,
+    SkipReason,
+)
+
+#: Harmless verdicts are summed up after so many.
+_NAMED = 12
+
+
+def outcome_lines(outcome: Outcome) -> Iterator[str]:
+    """One line about a run, then an indented line for everything worth knowing."""
+    yield f"{_mark(outcome)} {outcome.target.project}/{outcome.name} [{outcome.target.run_id}] " + (
+        _what(outcome)
+    )
+    if outcome.error is not None:
+        yield from error_lines(outcome.error)
+    if outcome.verdict is not None and not outcome.verdict.agrees:
+        yield f"    READ-BACK DISAGREES ({outcome.verdict.how}):"
+        yield from (f"      {difference}" for difference in outcome.verdict.differences)
+        yield "      Nothing is marked as uploaded: run the same command again"
+    for note in outcome.notes:
+        yield f"    {note}"
+    if outcome.account is not None:
+        yield from account_lines(outcome.account)
+
+
+def _mark(outcome: Outcome) -> str:
+    return "ok  " if int(outcome.exit_code) == 0 else "FAIL" if outcome.error else "WARN"
+
+
+def _what(outcome: Outcome) -> str:
+    if outcome.error is not None:
+        return "failed"
+    action = outcome.action or Action.NOTHING
+    if action is Action.NOTHING:
+        return f"up to date: {_rows(outcome.rows_total)}, {outcome.state}"
+    sent = outcome.rows_sent or outcome.rows_planned
+    verb = "sent" if outcome.rows_sent or not outcome.rows_planned else "to send"
+    text = f"{action.value}: {_rows(sent)} {verb} of {outcome.rows_total}, {outcome.state}"
+    if outcome.verdict is not None:
+        text += ", verified" if outcome.verdict.agrees else ", NOT verified"
+    return f"{text}  {outcome.url}".rstrip()
+
+
+def _rows(count: int) -> str:
+    return f"{count} row" if count == 1 else f"{count} rows"
+
+
+def error_lines(error: LogsyncError) -> Iterator[str]:
+    """An error as indented lines: what, where, what next."""
+    yield f"    {error.place}: {error.message}" if error.place else f"    {error.message}"
+    if error.hint:
+        yield f"    -> {error.hint}"
+
+
+def account_lines(account: Account) -> Iterator[str]:
+    """Where the records went, when not all of them became rows."""
+    if account.seen != account.kept:
+        yield (
+            f"    {account.seen} records seen = {account.kept} kept + {account.merged} merged + "
+            f"{account.superseded} superseded + {account.skipped} skipped"
+        )
+    yield from (f"    skipped {skip}" for skip in account.skips)
+    if account.conflict_count:
+        yield f"    {account.conflict_count} values stated differently within a step, for example:"
+        yield from (
+            f"      step {c.step}, {c.key}: kept {c.kept}, dropped {c.dropped}"
+            for c in account.conflicts[:3]
+        )
+
+
+def skip_lines(skips: Iterable[Skip]) -> Iterator[str]:
+    """What was left out: every problem, and the first of the harmless ones."""
+    skips = list(skips)
+    for skip in skips:
+        if skip.reason not in HARMLESS:
+            yield f"skipped {skip}"
+    harmless = [skip for skip in skips if skip.reason in HARMLESS]
+    yield from (f"skipped {skip}" for skip in harmless[:_NAMED])
+    if len(harmless) > _NAMED:
+        yield f"skipped {len(harmless) - _NAMED} more files (see: verl-logsync scan --json)"
+
+
+def report_lines(report: Report) -> Iterator[str]:
+    """An upload's report without the outcomes, which were printed as they came."""
+    yield from skip_lines(report.skips)
+    if not report.outcomes:
+        yield "nothing to upload" + _looked_at(report.catalog)
+        return
+    rows = sum(outcome.rows_sent for outcome in report.outcomes)
+    bad = sum(int(outcome.exit_code) != 0 for outcome in report.outcomes)
+    text = f"{len(report.outcomes)} runs, {rows} rows sent"
+    yield f"{text}, {bad} need attention" if bad else text
+
+
+def _looked_at(catalog: Catalog) -> str:
+    waiting = sum(skip.reason is SkipReason.NOTHING_YET for skip in catalog.skips)
+    return f": {waiting} logs hold nothing yet" if waiting else ": no log was recognised"
+
+
+def run_lines(run: RunSources, state: str, rows: str, account: Account | None) -> Iterator[str]:
+    """One run of a scan."""
+    yield f"{run.target.project}/{run.name}  run {run.target.run_id} ({run.id_from}), {rows}, {state}"
+    for number, attempt in enumerate(run.attempts, 1):
+        yield f"  attempt {number} ({attempt.ordered_by}): steps {attempt.first_step}.." + (
+            f"{attempt.last_step}"
+        )
+        yield from (f"    {file.source:12} {file.place}" for file in attempt.files)
+    yield from (f"  config       {file.place}" for file in run.configs)
+    yield from (f"  {note}" for note in run.notes)
+    if account is not None:
+        yield from (f"  {note}" for note in account.notes)
+        yield from (line[2:] for line in account_lines(account))

@@ -1,0 +1,185 @@
+"""Settings: defaults < verl-logsync.toml < environment < command line."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+from verl_logsync.errors import UsageError
+
+Mode = Literal["online", "offline", "disabled"]
+VerifyLevel = Literal["counts", "full", "none"]
+OnOverlap = Literal["last", "first", "both", "error"]
+OnRewrite = Literal["rewind", "keep"]
+
+#: Read from the current folder when it exists and no other is named.
+CONFIG_NAME: Final = "verl-logsync.toml"
+
+_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
+    "mode": get_args(Mode),
+    "verify": get_args(VerifyLevel),
+    "on_overlap": get_args(OnOverlap),
+    "on_rewrite": get_args(OnRewrite),
+}
+# W&B's own variables that mean the same; ours are read after them and win.
+_WANDB_MODES: Final = {"dryrun": "offline", "run": "online", "online": "online",
+                       "shared": "online", "offline": "offline", "disabled": "disabled"}
+
+
+def default_state_dir() -> Path:
+    """`$XDG_STATE_HOME/verl-logsync`, else `~/.local/state/verl-logsync`."""
+    base = os.environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path("~/.local/state").expanduser()) / "verl-logsync"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything that can be set. Times are in seconds.
+
+    `runs` holds (name, shell pattern) pairs: files that match belong to that run, whatever
+    they say themselves; a name may be `PROJECT/NAME`.
+    """
+
+    entity: str = ""
+    project: str = ""
+    mode: Mode = "online"
+    jobs: int = 5
+    dry_run: bool = False
+    verify: VerifyLevel = "counts"
+    state_dir: Path | None = None
+    output: Path = Path("wandb-fragments")
+    on_overlap: OnOverlap = "last"
+    keep_tail: bool = False
+    on_rewrite: OnRewrite = "rewind"
+    settle: float = 60.0
+    stale_after: float = 3600.0
+    final: bool = False
+    timeout: float = 3600.0
+    runs: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def state_folder(self) -> Path:
+        return self.state_dir or default_state_dir()
+
+    @property
+    def decisive(self) -> str:
+        """The settings that decide what is sent, as text: another choice makes work again."""
+        return repr((self.on_overlap, self.keep_tail, self.on_rewrite, self.final, self.runs))
+
+
+def load_settings(given: Mapping[str, Any], config: Path | None = None) -> Settings:
+    """Merge all places where settings come from.
+
+    Args:
+        given: from the command line or the caller; None means not given.
+        config: the settings file; by default `verl-logsync.toml` in the current folder.
+
+    Raises:
+        UsageError: a file or a value cannot be understood.
+    """
+    merged: dict[str, Any] = {}
+    path = config or Path(CONFIG_NAME)
+    if config is not None or path.is_file():
+        merged |= _from_toml(path)
+    merged |= _from_environment()
+    merged |= {key: value for key, value in given.items() if value not in (None, ())}
+    return _built(merged)
+
+
+def _built(values: Mapping[str, Any]) -> Settings:
+    known = {field.name: str(field.type) for field in fields(Settings)}
+    checked = {}
+    for name, value in values.items():
+        if name not in known:
+            raise UsageError(f"unknown setting {name!r}",
+                             hint=f"Known are: {', '.join(sorted(known))}")
+        checked[name] = _converted(name, known[name], value)
+    settings = replace(Settings(), **checked)
+    if settings.jobs < 1 or settings.timeout <= 0:
+        raise UsageError("jobs and timeout must be positive")
+    return settings
+
+
+def _converted(name: str, kind: str, value: Any) -> Any:
+    if name in _CHOICES and value not in _CHOICES[name]:
+        raise UsageError(f"{name} must be one of {', '.join(_CHOICES[name])}, not {value!r}")
+    try:
+        if kind == "float":
+            return float(value)
+        if kind == "int":
+            return int(value)
+        if kind == "bool":
+            return _flag(value)
+        if "Path" in kind:
+            return Path(value).expanduser()
+    except (TypeError, ValueError):
+        raise UsageError(f"{name} must be a {kind}, not {value!r}") from None
+    return value
+
+
+def _flag(value: Any) -> bool:
+    text = str(value).lower()
+    if text not in ("1", "0", "true", "false", "yes", "no", "on", "off"):
+        raise ValueError(value)
+    return text in ("1", "true", "yes", "on")
+
+
+def _from_toml(path: Path) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        with path.open("rb") as stream:
+            values = dict(tomllib.load(stream))
+    except OSError as error:
+        raise UsageError(f"cannot be read: {error.strerror}", place=str(path)) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"is not TOML: {error}", place=str(path)) from error
+    runs = values.pop("runs", {})
+    if not isinstance(runs, dict):
+        raise UsageError("[runs] must hold NAME = PATTERN lines", place=str(path))
+    pairs = [(name, pattern) for name, patterns in runs.items()
+             for pattern in (patterns if isinstance(patterns, list) else [patterns])]
+    return {key.replace("-", "_"): value for key, value in values.items()} | (
+        {"runs": tuple((str(n), str(p)) for n, p in pairs)} if pairs else {}
+    )
+
+
+def _from_environment() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if os.environ.get("WANDB_ENTITY"):
+        found["entity"] = os.environ["WANDB_ENTITY"]
+    mode = os.environ.get("WANDB_MODE", "").lower()
+    if mode in _WANDB_MODES:
+        found["mode"] = _WANDB_MODES[mode]
+    for field in fields(Settings):
+        value = os.environ.get(variable(field.name))
+        if value and field.name != "runs":
+            found[field.name] = value
+    runs = os.environ.get(variable("runs"))
+    if runs:
+        found["runs"] = tuple(parse_run(text) for text in runs.split(os.pathsep))
+    return found
+
+
+def variable(name: str) -> str:
+    """The environment variable of a setting."""
+    return f"VERL_LOGSYNC_{name.upper()}"
+
+
+def parse_run(text: str) -> tuple[str, str]:
+    """`NAME=GLOB` as a pair.
+
+    Raises:
+        UsageError: it is not of that form.
+    """
+    name, equals, pattern = text.partition("=")
+    if not equals or not name or not pattern:
+        raise UsageError(f"--run needs NAME=GLOB, not {text!r}",
+                         hint="For example: --run 'grpo/qwen=outputs/*/qwen*.jsonl'")
+    return name, pattern

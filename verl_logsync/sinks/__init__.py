@@ -1,0 +1,1 @@
+"""Where runs go: a W&B server, or folders for another machine to send."""

@@ -1,0 +1,131 @@
+"""The sink that writes run folders for another machine to send.
+
+Each folder is a complete first fragment: plain `wandb sync FOLDER` accepts it, and so does
+this tool, which on a machine with internet adds only what the server lacks. A run's folder is
+replaced when its history changed, so the output always holds the whole present truth.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from verl_logsync.columns import STEP
+from verl_logsync.errors import LogsyncError, StateError
+from verl_logsync.interfaces import Sent
+from verl_logsync.model import Binding, RemoteState, Target, UploadPlan
+from verl_logsync.transaction_log import Damage, history_row, read_records, summary_updates
+from verl_logsync.transaction_log.fragment import folder_name, write_fragment
+
+
+class OfflineDirSink:
+    """Writes below `output`, and reads back what it wrote."""
+
+    def __init__(self, output: Path) -> None:
+        self._output = output
+        self._written: dict[Target, tuple[Path, UploadPlan]] = {}
+
+    def look(self, targets: Sequence[Target]) -> Mapping[Target, RemoteState]:
+        """What was written for these targets by this sink, read back from the files."""
+        return {t: self._read_back(t) for t in targets if t in self._written}
+
+    def with_parts(self, target: Target, state: RemoteState) -> RemoteState:
+        """The same: reading back covers files and artifacts."""
+        return state
+
+    def find(self, project: Target, keys: Sequence[str]) -> Sequence[Binding]:
+        """Nothing: a folder is written anew from the logs each time."""
+        return ()
+
+    def can_rewind(self, target: Target) -> bool:
+        """Never needed."""
+        return False
+
+    def refuses_rewind(self, target: Target) -> None:
+        """Never called: nothing is rewound."""
+
+    def rows(self, target: Target, first_step: int) -> Iterator[Mapping[str, Any]]:
+        """The rows in the written file."""
+        folder, _ = self._written[target]
+        for entry in read_records(folder / f"run-{target.run_id}.wandb"):
+            if not isinstance(entry, Damage) and entry.kind == "history":
+                step, row = history_row(entry.record)
+                if step is not None and step >= first_step:
+                    yield {STEP: step, **row}
+
+    def url(self, target: Target) -> str:
+        """The folder."""
+        return str(self._written[target][0])
+
+    def send(self, plans: Sequence[UploadPlan]) -> Mapping[Target, Sent]:
+        """Write every plan's folder, whole or not at all."""
+        return {plan.target: self._write(plan) for plan in plans}
+
+    def _write(self, plan: UploadPlan) -> Sent:
+        place = self._output / folder_name(plan)
+        try:
+            self._output.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self._output, prefix=".writing-") as work:
+                fragment = write_fragment(
+                    plan, Path(work), entity=plan.target.entity, files="copy"
+                )
+                if not _same(fragment.folder, place):
+                    _replace(fragment.folder, place, Path(work) / "old")
+        except OSError as error:
+            return Sent(StateError(f"cannot be written: {error.strerror}", place=str(place),
+                                   hint="Give another folder with --output"))
+        except LogsyncError as error:
+            return Sent(error)
+        self._written[plan.target] = place, plan
+        return Sent()
+
+    def _read_back(self, target: Target) -> RemoteState:
+        folder, plan = self._written[target]
+        steps: list[int] = []
+        counts: dict[str, int] = {}
+        summary: dict[str, Any] = {}
+        kinds: dict[str, int] = {}
+        for entry in read_records(folder / f"run-{target.run_id}.wandb"):
+            if isinstance(entry, Damage):
+                continue
+            kinds[entry.kind] = kinds.get(entry.kind, 0) + 1
+            if entry.kind == "history":
+                step, row = history_row(entry.record)
+                steps.append(-1 if step is None else step)
+                for key in row:
+                    counts[key] = counts.get(key, 0) + 1
+            elif entry.kind == "summary":
+                summary.update(summary_updates(entry.record))
+        return RemoteState(
+            state=plan.state,
+            lines=len(steps),
+            events=kinds.get("stats", 0),
+            logs=kinds.get("output_raw", 0),
+            last_step=steps[-1] if steps else None,
+            summary=summary,
+            key_counts=counts,
+            files={n: 0 for n in plan.expect.files if (folder / "files" / n).is_file()},
+            artifacts=plan.expect.artifacts if kinds.get("artifact", 0) else frozenset(),
+        )
+
+
+def _same(one: Path, other: Path) -> bool:
+    """Whether two run folders hold the same files."""
+    if not other.is_dir():
+        return False
+    names = sorted(p.relative_to(one).as_posix() for p in one.rglob("*") if p.is_file())
+    _, mismatch, errors = filecmp.cmpfiles(one, other, names, shallow=False)
+    return not mismatch and not errors
+
+
+def _replace(new: Path, place: Path, aside: Path) -> None:
+    """Put a folder in its place; the old one is moved out of the way first, then dropped."""
+    if place.exists():
+        os.rename(place, aside)
+    os.rename(new, place)
+    shutil.rmtree(aside, ignore_errors=True)

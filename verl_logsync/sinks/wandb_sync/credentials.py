@@ -1,0 +1,65 @@
+"""Which server, and with which key: as W&B's own client decides, but never by asking."""
+
+from __future__ import annotations
+
+import configparser
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+from verl_logsync.errors import AuthError, UsageError
+
+_CLOUD: Final = "https://api.wandb.ai"
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A W&B server and the key for it. The key never appears in the repr."""
+
+    base_url: str
+    api_key: str = field(repr=False)
+    key_from: str
+
+
+def find_server() -> Server:
+    """The server and key of this user: environment, then W&B's settings file and `.netrc`.
+
+    Raises:
+        AuthError: there is no key; asking for one would hang a cron job.
+        UsageError: the base URL is none.
+    """
+    base_url = (os.environ.get("WANDB_BASE_URL") or _from_settings() or _CLOUD).rstrip("/")
+    host = urlsplit(base_url).hostname
+    if not base_url.startswith(("http://", "https://")) or not host:
+        raise UsageError(f"WANDB_BASE_URL is no http(s) address: {base_url!r}",
+                         hint="Set it like: export WANDB_BASE_URL=https://wandb.example.com")
+    key = os.environ.get("WANDB_API_KEY")
+    if key:
+        return Server(base_url, key.strip(), "WANDB_API_KEY")
+    found = _from_netrc(base_url)
+    if found:
+        return Server(base_url, found, ".netrc")
+    raise AuthError(
+        f"there is no API key for {host}",
+        hint="Set WANDB_API_KEY, or log in once with: wandb login",
+    )
+
+
+def _from_settings() -> str:
+    folder = os.environ.get("WANDB_CONFIG_DIR") or str(Path("~/.config/wandb").expanduser())
+    parser = configparser.ConfigParser(interpolation=None)
+    try:
+        parser.read(Path(folder) / "settings")
+    except (OSError, configparser.Error, UnicodeDecodeError):
+        return ""
+    return parser.get("default", "base_url", fallback="")
+
+
+def _from_netrc(base_url: str) -> str:
+    from requests.utils import get_netrc_auth
+
+    # It looks in NETRC, ~/.netrc and ~/_netrc, and keeps silent about unreadable files.
+    login = get_netrc_auth(base_url)
+    return login[1] if login else ""

@@ -1,0 +1,377 @@
+"""The sink that sends to a W&B server."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from verl_logsync.columns import STEP, from_json
+from verl_logsync.errors import AuthError, LogsyncError, RunDeleted, StateError, Unreachable
+from verl_logsync.interfaces import Sent
+from verl_logsync.model import Action, Binding, Marker, RemoteState, Target, UploadPlan
+from verl_logsync.secrets_mask import mask_text
+from verl_logsync.sinks.wandb_sync.child import ChildResult, environment, run_sync
+from verl_logsync.sinks.wandb_sync.credentials import Server
+from verl_logsync.sinks.wandb_sync.graphql import Deadline, GraphQL
+from verl_logsync.transaction_log.fragment import MARKER_KEY, Fragment, write_fragment
+
+#: A child holds four open files a fragment; a thousand fragments meet the usual limit.
+CHILD_FRAGMENTS: Final = 100
+_PAGE: Final = 100
+_HISTORY_PAGE: Final = 1000
+
+_RUNS: Final = """
+query VerlLogsyncRuns($entity: String!, $project: String!, $filters: JSONString, $after: String) {
+  project(name: $project, entityName: $entity) {
+    runs(filters: $filters, first: 100, after: $after) {
+      edges { node {
+        name state config summaryMetrics historyLineCount eventsLineCount logLineCount
+        historyKeys historyTail
+      } }
+      pageInfo { endCursor hasNextPage }
+    }
+  }
+}
+"""
+_PARTS: Final = """
+query VerlLogsyncParts($entity: String!, $project: String!, $run: String!) {
+  project(name: $project, entityName: $entity) {
+    run(name: $run) {
+      files(first: 5000) { edges { node { name sizeBytes } } }
+      outputArtifacts(first: 1000) { edges { node { digest state artifactSequence { name } } } }
+    }
+  }
+}
+"""
+_HISTORY: Final = """
+query VerlLogsyncHistory(
+  $entity: String!, $project: String!, $run: String!, $from: Int64!, $to: Int64!, $size: Int!
+) {
+  project(name: $project, entityName: $entity) {
+    run(name: $run) { history(minStep: $from, maxStep: $to, samples: $size) }
+  }
+}
+"""
+_VIEWER: Final = "query VerlLogsyncViewer { viewer { entity username } }"
+_MUTATIONS: Final = '{ __type(name: "Mutation") { fields { name } } }'
+
+_MESSAGE: Final = re.compile(r"^wandb: (?:(ERROR|WARNING) )?\[([^\]]+)\] (.*)$")
+
+
+class WandbSink:
+    """Sends plans as fragments with `wandb sync`, and reads runs back.
+
+    Args:
+        server: where, and with which key.
+        work: a folder for fragments on the way; they are removed after every send.
+        jobs: runs that one uploader sends at a time.
+        seconds: all the time that the network may take.
+        held: descriptors that the uploader keeps open (the lock).
+    """
+
+    def __init__(
+        self, server: Server, work: Path, *, jobs: int, seconds: float, held: Sequence[int] = ()
+    ) -> None:
+        self._server = server
+        self._work = work
+        self._jobs = jobs
+        self._held = held
+        self._deadline = Deadline(seconds)
+        self._graphql = GraphQL(server, self._deadline)
+        self._default_entity: str | None = None
+        self._mutations: frozenset[str] | None = None
+        self._cannot_rewind: set[Target] = set()
+
+    # -- reading back ---------------------------------------------------------------------
+
+    def look(self, targets: Sequence[Target]) -> Mapping[Target, RemoteState]:
+        """What the server holds of those targets that exist there."""
+        found: dict[Target, RemoteState] = {}
+        for (entity, project), group in _by_project(targets).items():
+            for start in range(0, len(group), _PAGE):
+                page = {t.run_id: t for t in group[start : start + _PAGE]}
+                for node in self._runs(entity, project, {"name": {"$in": sorted(page)}}):
+                    if node.get("name") in page:
+                        found[page[node["name"]]] = _remote_state(node)
+        return found
+
+    def with_parts(self, target: Target, state: RemoteState) -> RemoteState:
+        """The same state with the run's files and artifacts, which cost a question of their own."""
+        run = self._run(_PARTS, target, {})
+        files = {n["name"]: int(n.get("sizeBytes") or 0) for n in _nodes(run.get("files"))}
+        committed, pending = set(), []
+        for node in _nodes(run.get("outputArtifacts")):
+            name = (node.get("artifactSequence") or {}).get("name", "")
+            if node.get("state") == "COMMITTED":
+                committed.add((name, node.get("digest", "")))
+            else:
+                pending.append(name)
+        return replace(state, files=files, artifacts=frozenset(committed),
+                       pending_artifacts=tuple(pending))
+
+    def find(self, project: Target, keys: Sequence[str]) -> Sequence[Binding]:
+        """Runs of a project that carry a marker with one of these names."""
+        filters = {f"config.{MARKER_KEY}.value.names_key": {"$in": sorted(set(keys))}}
+        found = []
+        for node in self._runs(project.entity, project.project, filters):
+            state = _remote_state(node)
+            if state.marker is not None:
+                target = Target(project.entity, project.project, node["name"])
+                marker = state.marker
+                last = state.last_step if state.last_step is not None else -1
+                found.append(
+                    Binding(target, marker.names_key, marker.heads, marker.fingerprint, last)
+                )
+        return found
+
+    def rows(self, target: Target, first_step: int) -> Iterator[Mapping[str, Any]]:
+        """Every stored row from a step on, page by page, unsampled."""
+        state = self.look([target]).get(target)
+        last = state.last_step if state is not None else None
+        if last is None:
+            return
+        for start in range(first_step, last + 1, _HISTORY_PAGE):
+            page = {"from": start, "to": start + _HISTORY_PAGE, "size": _HISTORY_PAGE}
+            for line in self._run(_HISTORY, target, page).get("history") or ():
+                row = from_json(line) if isinstance(line, str) else line
+                if start <= row.get(STEP, -1) < start + _HISTORY_PAGE:
+                    yield row
+
+    def can_rewind(self, target: Target) -> bool:
+        """Whether the server's schema offers it and did not refuse it for this run."""
+        if target in self._cannot_rewind:
+            return False
+        if self._mutations is None:
+            answer = self._graphql.ask(_MUTATIONS, {}).get("__type") or {}
+            self._mutations = frozenset(f["name"] for f in answer.get("fields") or ())
+        # A server that does not describe itself may still be able to.
+        return not self._mutations or "rewindRun" in self._mutations
+
+    def refuses_rewind(self, target: Target) -> None:
+        """Remember that a rewind of this run was tried and did not happen."""
+        self._cannot_rewind.add(target)
+
+    def url(self, target: Target) -> str:
+        """Where a person can look at the run."""
+        app = self._server.base_url.replace("://api.wandb.ai", "://wandb.ai")
+        return f"{app}/{self._entity(target.entity)}/{target.project}/runs/{target.run_id}"
+
+    def _runs(
+        self, entity: str, project: str, filters: Mapping[str, Any]
+    ) -> Iterator[Mapping[str, Any]]:
+        after = None
+        while True:
+            answer = self._graphql.ask(
+                _RUNS,
+                {
+                    "entity": self._entity(entity),
+                    "project": project,
+                    "filters": json.dumps(filters),
+                    "after": after,
+                },
+            )
+            runs = (answer.get("project") or {}).get("runs") or {}
+            yield from _nodes(runs)
+            page = runs.get("pageInfo") or {}
+            after = page.get("endCursor")
+            if not page.get("hasNextPage") or not after:
+                return
+
+    def _run(self, query: str, target: Target, more: Mapping[str, Any]) -> Mapping[str, Any]:
+        variables = {
+            "entity": self._entity(target.entity),
+            "project": target.project,
+            "run": target.run_id,
+            **more,
+        }
+        answer = self._graphql.ask(query, variables)
+        run = (answer.get("project") or {}).get("run")
+        return run if isinstance(run, dict) else {}
+
+    def _entity(self, entity: str) -> str:
+        if entity:
+            return entity
+        if self._default_entity is None:
+            viewer = self._graphql.ask(_VIEWER, {}).get("viewer")
+            if not isinstance(viewer, dict):
+                raise AuthError(
+                    f"{self._server.base_url} does not know the key from {self._server.key_from}",
+                    hint="Set WANDB_API_KEY, or log in once with: wandb login",
+                )
+            self._default_entity = viewer.get("entity") or viewer.get("username") or ""
+        return self._default_entity
+
+    # -- sending --------------------------------------------------------------------------
+
+    def send(self, plans: Sequence[UploadPlan]) -> Mapping[Target, Sent]:
+        """Write a fragment for every plan, and send each of them once."""
+        sent: dict[Target, Sent] = {}
+        with _work_folder(self._work) as work:
+            fragments: list[Fragment] = []
+            for plan in plans:
+                try:
+                    fragments.append(self._write(plan, Path(work)))
+                except LogsyncError as error:
+                    sent[plan.target] = Sent(error)
+            for kind, group in _by_kind(fragments).items():
+                for start in range(0, len(group), CHILD_FRAGMENTS):
+                    sent.update(self._run_child(kind, group[start : start + CHILD_FRAGMENTS], work))
+        return sent
+
+    def _write(self, plan: UploadPlan, work: Path) -> Fragment:
+        entity = self._entity(plan.target.entity)
+        parent = work / f"{entity}-{plan.target.project}".replace("/", "_")
+        return write_fragment(plan, parent, entity=entity, files="link")
+
+    def _run_child(
+        self, kind: tuple[bool, bool], group: Sequence[Fragment], work: str
+    ) -> dict[Target, Sent]:
+        resume, finish = kind
+        seconds = self._deadline.left
+        result = run_sync(
+            [fragment.folder for fragment in group],
+            environment(
+                self._server, Path(work), resume=resume, finish=finish, seconds=seconds
+            ),
+            Path(work),
+            jobs=self._jobs,
+            seconds=seconds,
+            held=self._held,
+        )
+        return {f.plan.target: self._sent(f.plan.target, result) for f in group}
+
+    def _sent(self, target: Target, result: ChildResult) -> Sent:
+        messages = _messages(result.output, target.run_id)
+        if result.timed_out:
+            return Sent(self._deadline.exceeded(self._server.base_url), messages)
+        return Sent(_meaning(target, messages), messages)
+
+
+def _work_folder(parent: Path) -> Any:
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        # What a killed upload left behind is never sent again: a new plan makes a new fragment.
+        for left in parent.iterdir():
+            shutil.rmtree(left, ignore_errors=True)
+        return tempfile.TemporaryDirectory(dir=parent, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise StateError(f"cannot be written: {error.strerror}", place=str(parent),
+                         hint="Give a writable folder with free space: --state-dir DIR") from error
+
+
+def _by_project(targets: Sequence[Target]) -> dict[tuple[str, str], list[Target]]:
+    groups: dict[tuple[str, str], list[Target]] = {}
+    for target in targets:
+        groups.setdefault((target.entity, target.project), []).append(target)
+    return groups
+
+
+def _by_kind(fragments: Sequence[Fragment]) -> dict[tuple[bool, bool], list[Fragment]]:
+    """Fragments by (resume, finish): what only the child's environment can say."""
+    groups: dict[tuple[bool, bool], list[Fragment]] = {}
+    for fragment in fragments:
+        plan = fragment.plan
+        kind = plan.action is not Action.REWIND, plan.state != "running"
+        groups.setdefault(kind, []).append(fragment)
+    return groups
+
+
+def _messages(output: str, run_id: str) -> tuple[str, ...]:
+    """The warnings and errors that the uploader printed about a run, or about no run at all."""
+    messages = []
+    for line in output.splitlines():
+        found = _MESSAGE.match(line)
+        if found and found[1] and found[2].split("/")[-1] == run_id:
+            messages.append(mask_text(found[3]))
+        elif not found and line.startswith(("wandb: ERROR", "Traceback", "Error:")):
+            messages.append(mask_text(line.removeprefix("wandb: ERROR ")))
+    return tuple(dict.fromkeys(messages))
+
+
+def _meaning(target: Target, messages: Sequence[str]) -> LogsyncError | None:
+    """What the uploader's words mean for the user; None when they do not settle it."""
+    text = " ".join(messages).lower()
+    if "409" in text or "previously created and deleted" in text:
+        return RunDeleted(
+            f"run {target.run_id} was deleted on the server, which never takes its id again",
+            hint="Upload it as a new run: --run 'NEW_NAME=GLOB'",
+        )
+    if "401" in text or "403" in text or "permission denied" in text:
+        return AuthError(
+            f"the key may not write to {target.entity or 'the default entity'}/{target.project}",
+            hint="Check --entity and --project, or the key with: wandb login --verify",
+        )
+    if "connection refused" in text or "no such host" in text:
+        return Unreachable("the server went away while rows were sent",
+                           hint="Nothing is lost: run the same command again")
+    return None
+
+
+# -- the server's words --------------------------------------------------------------------
+
+
+def _nodes(connection: Any) -> Iterator[Mapping[str, Any]]:
+    for edge in (connection or {}).get("edges") or ():
+        node = edge.get("node")
+        if isinstance(node, dict):
+            yield node
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = from_json(value)
+        except ValueError:
+            return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _remote_state(node: Mapping[str, Any]) -> RemoteState:
+    keys = _object(node.get("historyKeys"))
+    counts = {
+        name: sum(int(t.get("count", 0)) for t in entry.get("typeCounts") or ())
+        for name, entry in (keys.get("keys") or {}).items()
+    }
+    return RemoteState(
+        state=str(node.get("state", "")),
+        lines=int(node.get("historyLineCount") or 0),
+        events=int(node.get("eventsLineCount") or 0),
+        logs=int(node.get("logLineCount") or 0),
+        last_step=_last_step(node.get("historyTail"), keys),
+        summary=_object(node.get("summaryMetrics")),
+        key_counts=counts,
+        marker=_marker(_object(node.get("config"))),
+    )
+
+
+def _last_step(tail: Any, keys: Mapping[str, Any]) -> int | None:
+    try:
+        lines = from_json(tail) if isinstance(tail, str) else tail or []
+        rows = [from_json(line) if isinstance(line, str) else line for line in lines]
+        if rows and isinstance(rows[-1].get(STEP), int | float):
+            return int(rows[-1][STEP])
+    except (ValueError, AttributeError, TypeError):
+        pass  # the list of keys says it too
+    last = keys.get("lastStep")
+    return int(last) if isinstance(last, int | float) and last >= 0 else None
+
+
+def _marker(config: Mapping[str, Any]) -> Marker | None:
+    stored = _object(_object(config.get(MARKER_KEY)).get("value"))
+    try:
+        return Marker(
+            str(stored["names_key"]),
+            frozenset(map(str, stored["heads"])),
+            str(stored["fingerprint"]),
+            str(stored["digest"]),
+            int(stored["last_step"]),
+            {str(k): float(v) for k, v in dict(stored["clock"]).items()},
+        )
+    except (KeyError, TypeError, ValueError):
+        return None

@@ -1,0 +1,141 @@
+"""Hydra's output folder: `.hydra/config.yaml` and `overrides.yaml` of one start of the job.
+
+Hydra writes the config before interpolations are resolved. They are resolved here as far as
+the file itself allows; what depends on the environment or the clock of the training machine
+(`${oc.env:...}`, `${now:...}`) stays as written, since this machine would give another answer.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+
+from verl_logsync.columns import STEP
+from verl_logsync.errors import NotALog, UnreadableInput
+from verl_logsync.fingerprint import essentials
+from verl_logsync.interfaces import Candidate
+from verl_logsync.model import Facts, LogFile, Reading, Skip, SkipReason
+
+_LARGEST: Final = 8 << 20
+_STARTED: Final = re.compile(r"(\d{4}-\d{2}-\d{2})/(\d{2}-\d{2}-\d{2})$")
+_ALIAS: Final = re.compile(r"^[^#\n]*[:\-]\s*\*\w", re.MULTILINE)
+_FOREIGN: Final = re.compile(r"\$\{(?=\s*(oc\.env|now|hydra)\b)")
+_NO_ROWS: Final = pa.table({STEP: pa.array([], type=pa.int64())})
+
+
+class Hydra:
+    """Source `hydra`: gives a run its config, no history."""
+
+    name = "hydra"
+    precision = 0
+    patterns = ("config.yaml",)
+
+    def recognise(self, candidate: Candidate) -> LogFile | Skip | None:
+        path = candidate.path
+        if candidate.names is not None or path.name != "config.yaml" or path.parent.name != ".hydra":
+            return None
+        try:
+            config = read_config(path)
+        except (NotALog, UnreadableInput) as error:
+            return Skip(SkipReason.NOT_A_LOG, str(path), error.message, error.hint)
+        trainer = config.get("trainer")
+        names = trainer if isinstance(trainer, dict) else {}
+        facts = Facts(
+            project=_text(names.get("project_name")),
+            name=_text(names.get("experiment_name")),
+            config=essentials(config),
+            started_at=_started_at(path),
+        )
+        return LogFile(path, self.name, candidate.stamp, facts, role="config")
+
+    def read(self, file: LogFile) -> Reading:
+        return Reading(_NO_ROWS, config=read_config(file.path), started_at=file.facts.started_at)
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) and "${" not in value else ""
+
+
+def _started_at(path: Path) -> float | None:
+    found = _STARTED.search(path.absolute().parent.parent.as_posix())
+    if not found:
+        return None
+    try:
+        # Hydra names the folder by the training machine's local time; zones are not recorded.
+        return datetime.strptime(f"{found[1]} {found[2]}", "%Y-%m-%d %H-%M-%S").timestamp()
+    except ValueError:
+        return None
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The config of a `.hydra` folder as plain dicts, resolved where possible.
+
+    Raises:
+        NotALog: it is no YAML mapping.
+        UnreadableInput: the operating system refuses.
+    """
+    import yaml
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    hint = f"Look at it with: head {str(path)!r}"
+    try:
+        text = path.read_bytes()[: _LARGEST + 1].decode("utf-8")
+        if len(text) > _LARGEST or _ALIAS.search(text):
+            raise NotALog("is too large, or uses YAML aliases", place=str(path), hint=hint)
+        config = OmegaConf.create(text)
+    except OSError as error:
+        raise UnreadableInput(f"cannot be read: {error.strerror}", place=str(path)) from error
+    except (UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
+        raise NotALog(f"is no Hydra config: {_first_line(error)}", place=str(path), hint=hint) from (
+            error
+        )
+    if not isinstance(config, DictConfig):
+        raise NotALog("is no mapping", place=str(path), hint=hint)
+    return _resolved(config)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _resolved(config: Any) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
+    literal = _escaped(OmegaConf.to_container(config, resolve=False))
+    return {str(key): value for key, value in _plain(OmegaConf.create(literal)).items()}
+
+
+def _escaped(value: Any) -> Any:
+    """The same tree, in which interpolations that depend on this machine are plain text."""
+    if isinstance(value, dict):
+        return {key: _escaped(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_escaped(item) for item in value]
+    return _FOREIGN.sub(r"\\${", value) if isinstance(value, str) else value
+
+
+def _plain(node: Any) -> Any:
+    """A config node as plain values."""
+    from omegaconf import DictConfig, ListConfig
+
+    if isinstance(node, DictConfig):
+        return {str(key): _plain_item(node, key) for key in node}
+    if isinstance(node, ListConfig):
+        return [_plain_item(node, index) for index in range(len(node))]
+    return node
+
+
+def _plain_item(node: Any, key: Any) -> Any:
+    """One item, resolved; the text of its interpolation where that fails."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return _plain(node[key])
+    except OmegaConfBaseException:
+        return OmegaConf.to_container(node, resolve=False)[key]  # type: ignore[index,call-overload]

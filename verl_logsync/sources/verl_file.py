@@ -1,0 +1,186 @@
+"""verl's own `file` logger: `PROJECT/EXPERIMENT.jsonl`, one `{"step":, "data":}` a line.
+
+Written by verl 0.6.0 - 0.9.1. Until 0.7.0 the encoder writes bare NaN and infinities and may
+leave a cut last line; from 0.7.1 they are `null`. verl truncates the file at every start, so
+people keep copies under names that share the experiment's stem.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from typing import Any, Final
+
+from verl_logsync.columns import STEP, TableBuilder
+from verl_logsync.errors import NotALog
+from verl_logsync.interfaces import Candidate
+from verl_logsync.jsonlines import LONGEST_LINE, Line, parse_line, read_lines
+from verl_logsync.model import Facts, LogFile, Reading, Skip, SkipReason, Stamp
+from verl_logsync.verl_keys import is_validation_only
+
+_NAMED_SO: Final = re.compile(r"\.(jsonl|ndjson)(\.\w+)*$")
+_RECORD_START: Final = re.compile(rb'\s*\{\s*"step"\s*:\s*(-?\d+)\s*,\s*"data"\s*:\s*\{')
+# EXP.jsonl.1, EXP.20250405_142311.jsonl, EXP.attempt2.jsonl, EXP.jsonl.bak are EXP.
+_COPY_MARKS: Final = re.compile(
+    r"(\.(jsonl|ndjson|json|log|txt)|\.\d{8}[_-]?\d{6}|[._-]attempt[_-]?\d+"
+    r"|(?<=\.jsonl)\.(\d+|bak|old|prev|orig|save|copy))$"
+)
+_TAIL_BYTES: Final = 1 << 20
+
+
+class VerlFile:
+    """Source `verl_file`."""
+
+    name = "verl_file"
+    precision = 20
+    patterns = ("*.jsonl", "*.jsonl.*", "*.ndjson", "*.json", "*.log", "*.txt")
+
+    def recognise(self, candidate: Candidate) -> LogFile | Skip | None:
+        if candidate.names is not None:
+            return None
+        named_so = bool(_NAMED_SO.search(candidate.path.name))
+        if not candidate.head.strip(b"\0\n\r "):
+            return _nothing_yet(candidate.path) if named_so else None
+        first = _first_record(candidate.head)
+        if first is None:
+            return _refusal(candidate) if named_so else None
+        step, opens_with_validation, line = first
+        facts = Facts(
+            project=candidate.path.absolute().parent.name,
+            name=experiment_name(candidate.path.name),
+            first_step=step,
+            last_step=_last_step(candidate.path, candidate.stamp, step),
+            opens_with_validation=opens_with_validation,
+            head_digest=hashlib.blake2b(line, digest_size=8).hexdigest(),
+        )
+        return LogFile(candidate.path, self.name, candidate.stamp, facts)
+
+    def read(self, file: LogFile) -> Reading:
+        rows = _Rows(file.place)
+        for line in read_lines(file.path):
+            rows.take(line)
+        return rows.reading()
+
+
+class _Rows:
+    """Collects the records of one file, and what is wrong with the others."""
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+        self._steps: list[int] = []
+        self._builder = TableBuilder()
+        self._skips: list[Skip] = []
+
+    def take(self, line: Line) -> None:
+        if line.too_long:
+            self._skip(line, SkipReason.TOO_LONG, f"longer than {LONGEST_LINE >> 20} MiB")
+            return
+        data = line.data
+        try:
+            record = parse_line(data)
+            step, values = record["step"], record["data"]
+        except ValueError as error:
+            self._broken(line, str(error))
+            return
+        except (KeyError, TypeError, IndexError):
+            self._skip(line, SkipReason.NO_STEP, 'no "step" and "data"')
+            return
+        if type(step) is not int or type(values) is not dict or not 0 <= step < 2**63:
+            self._skip(line, SkipReason.NO_STEP, f"step is {str(step)[:40]!r}")
+            return
+        if any(axis in values for axis in ("_step", "_timestamp", "_runtime")):
+            values = {key: value for key, value in values.items() if not _is_axis(key)}
+        self._steps.append(step)
+        self._builder.add(values, only_numbers=b"true" not in data and b"false" not in data)
+
+    def _broken(self, line: Line, why: str) -> None:
+        if not line.data.strip(b"\0\n\r\t "):
+            return
+        if line.ended:
+            self._skip(line, SkipReason.MALFORMED, why)
+        else:
+            self._skip(line, SkipReason.PARTIAL_LINE, "the writer had not finished it")
+
+    def _skip(self, line: Line, reason: SkipReason, detail: str) -> None:
+        place = f"{self._place}:{line.number} (byte {line.offset})"
+        # An unfinished line is not a record yet: it is read when the writer completes it.
+        records = 0 if reason is SkipReason.PARTIAL_LINE else 1
+        self._skips.append(Skip(reason, place, detail, _look(self._place, line), records))
+
+    def reading(self) -> Reading:
+        import pyarrow as pa
+
+        if not self._steps and not self._skips:
+            raise NotALog("holds no record", place=self._place, hint="It is read again next time.")
+        columns: dict[str, Any] = {STEP: pa.array(self._steps, type=pa.int64())}
+        return Reading(pa.table(columns | self._builder.columns()), tuple(self._skips))
+
+
+def _is_axis(key: str) -> bool:
+    return key in ("_step", "_timestamp", "_runtime")
+
+
+def _look(place: str, line: Line) -> str:
+    return f"See it with: sed -n {line.number}p {place!r} | head -c 300"
+
+
+def experiment_name(file_name: str) -> str:
+    """The experiment that a file name belongs to, without extension and copy marks."""
+    name = file_name
+    while (shorter := _COPY_MARKS.sub("", name)) != name and shorter:
+        name = shorter
+    return name
+
+
+def _nothing_yet(path: Path) -> Skip:
+    return Skip(SkipReason.NOTHING_YET, str(path), "the file is empty", "It is read next time.")
+
+
+def _refusal(candidate: Candidate) -> Skip:
+    place = str(candidate.path)
+    for line in candidate.head.split(b"\n"):
+        try:
+            value = parse_line(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            keys = ", ".join(sorted(map(str, value))[:6])
+            return Skip(
+                SkipReason.NOT_RECOGNISED, place, f'JSON lines without "step" and "data": {keys}'
+            )
+    return Skip(
+        SkipReason.NOT_A_LOG,
+        place,
+        "no JSON lines",
+        f"Look at it with: head -c 200 {place!r} | xxd",
+    )
+
+
+def _first_record(head: bytes) -> tuple[int, bool, bytes] | None:
+    for line in head.split(b"\n"):
+        found = _RECORD_START.match(line.lstrip(b"\0"))
+        if found:
+            return int(found[1]), _opens_with_validation(line), line
+    return None
+
+
+def _opens_with_validation(line: bytes) -> bool:
+    try:
+        return is_validation_only(parse_line(line)["data"])
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _last_step(path: Path, stamp: Stamp, default: int) -> int:
+    try:
+        with path.open("rb") as stream:
+            stream.seek(max(0, stamp.size - _TAIL_BYTES))
+            tail = stream.read(_TAIL_BYTES)
+    except OSError:
+        return default
+    for line in reversed(tail.split(b"\n")[:-1]):  # what follows the last line end may be cut
+        found = _RECORD_START.match(line)
+        if found:
+            return max(default, int(found[1]))
+    return default

@@ -1,0 +1,147 @@
+"""What was meant against what was found. Nothing else may call a run uploaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from verl_logsync.columns import AXES, MISSING, STEP, decode
+from verl_logsync.model import RemoteState, UploadPlan, Verdict
+from verl_logsync.plan import Held, compare, differing_counts, held_from_rows
+
+#: Differences that are named; more are counted.
+NAMED: Final = 8
+COUNTS_READ: Final = "line count, last step, summary, row count of every key"
+ROWS_READ: Final = "every value, unsampled scan"
+
+
+def canonical(value: Any) -> Any:
+    """A value as it comes back from W&B: 1.0 is 1, -0.0 is 0, large integers are floats,
+    empty objects are absent."""
+    if isinstance(value, bool) or value is None or isinstance(value, str):
+        return value
+    if isinstance(value, int):
+        return value if -(2**63) <= value < 2**63 else float(value)
+    if isinstance(value, float):
+        if math.isnan(value):
+            return "NaN"
+        if math.isinf(value):
+            return "Infinity" if value > 0 else "-Infinity"
+        return int(value) if value == int(value) and abs(value) < 2**63 else value
+    if isinstance(value, Mapping):
+        inner = {str(k): canonical(v) for k, v in value.items()}
+        return {k: v for k, v in inner.items() if v is not MISSING} or MISSING
+    if isinstance(value, list | tuple):
+        return [None if (c := canonical(v)) is MISSING else c for v in value]
+    return value
+
+
+def verify_counts(plan: UploadPlan, found: RemoteState | None) -> Verdict:
+    """Compare a plan's expectation with the server's own counts."""
+    if found is None:
+        return Verdict(False, COUNTS_READ, ("the run is not on the server",))
+    meant = plan.expect
+    wrong: list[str] = []
+    for what, want, got in (
+        ("rows", meant.lines, found.lines),
+        ("system metrics lines", meant.events, found.events),
+        ("console lines", meant.logs, found.logs),
+        ("last step", meant.last_step, found.last_step),
+    ):
+        if want != got:
+            wrong.append(f"{what}: {want} meant, {got} found")
+    if meant.key_counts is not None:
+        counts = differing_counts(meant.key_counts, found.key_counts)
+        wrong.extend(f"{key}: {text}" for key, text in counts.items())
+    wrong.extend(_summary_differences(plan, found.summary))
+    wrong.extend(_state_difference(plan, found))
+    wrong.extend(_missing_parts(plan, found))
+    notes = () if found.key_counts or not meant.lines else ("the server gives no counts per key",)
+    return Verdict(not wrong, COUNTS_READ, _shortened(wrong), notes)
+
+
+def _summary_differences(plan: UploadPlan, found: Mapping[str, Any]) -> list[str]:
+    wrong = []
+    for key, value in plan.summary.items():
+        want = canonical(value)
+        if key == "_wandb" or want is MISSING:
+            continue
+        got = canonical(found.get(key))
+        # Objects may come back with entries that the server adds to media.
+        if not isinstance(want, dict) and want != got:
+            wrong.append(f"summary {key}: {want!r} meant, {got!r} found")
+        elif isinstance(want, dict) and not isinstance(got, dict):
+            wrong.append(f"summary {key}: an object meant, {got!r} found")
+    return wrong
+
+
+def _state_difference(plan: UploadPlan, found: RemoteState) -> list[str]:
+    # A server calls a silent running run crashed after a while.
+    fitting = {"running": {"running", "crashed"}, "failed": {"failed", "crashed"}}
+    if found.state in fitting.get(plan.state, {plan.state}):
+        return []
+    return [f"state: {plan.state} meant, {found.state} found"]
+
+
+def _missing_parts(plan: UploadPlan, found: RemoteState) -> list[str]:
+    wrong = [f"artifact {name} is not committed"
+             for name, digest in sorted(plan.expect.artifacts - found.artifacts)]
+    wrong += [f"file {name} is missing" for name in sorted(plan.expect.files - set(found.files))]
+    return wrong
+
+
+def _shortened(wrong: list[str]) -> tuple[str, ...]:
+    if len(wrong) <= NAMED:
+        return tuple(wrong)
+    return (*wrong[:NAMED], f"and {len(wrong) - NAMED} more")
+
+
+def verify_rows(plan: UploadPlan, rows: Iterable[Mapping[str, Any]]) -> Verdict:
+    """Compare every value of the plan's history with the rows read back.
+
+    An empty answer means that nothing could be verified, not that nothing is there.
+    """
+    stored = list(rows)
+    if not stored and plan.expect.lines:
+        return Verdict(False, ROWS_READ, ("the server returned no rows: values not verified",))
+    held = held_from_rows(stored)
+    relation = compare(plan.history, held)
+    wrong = list(_clock_differences(plan, stored))
+    if relation.shared < len(plan.history) or relation.extra:
+        wrong.insert(0, _first_difference(plan, stored, held, relation.shared))
+    return Verdict(not wrong, ROWS_READ, _shortened(wrong))
+
+
+def _first_difference(
+    plan: UploadPlan, stored: list[Mapping[str, Any]], held: Held, shared: int
+) -> str:
+    if shared >= len(plan.history):
+        return f"{len(held.steps) - shared} rows more than meant"
+    step = int(plan.history.steps[shared])
+    if shared >= len(stored):
+        return f"step {step} and later are missing"
+    row = stored[shared]
+    if row.get(STEP) != step:
+        return f"step {step} meant, step {row.get(STEP)} found"
+    for name in plan.history.table.column_names:
+        want = canonical(decode(plan.history.table.column(name).slice(shared, 1))[0])
+        got = canonical(row[name]) if name in row else MISSING
+        if name not in AXES and want != got:
+            return f"step {step}, {name}: {want!r} meant, {got!r} found"
+    return f"step {step}: keys that were not meant"
+
+
+def _clock_differences(plan: UploadPlan, stored: list[Mapping[str, Any]]) -> Iterable[str]:
+    """Times of the rows that this plan sent."""
+    by_step = {row.get(STEP): row for row in stored}
+    steps = plan.history.steps[plan.first_row :].tolist()
+    for axis in AXES[1:]:
+        if axis not in plan.history.table.schema.names:
+            continue
+        for step, want in zip(
+            steps, decode(plan.history.table.column(axis).slice(plan.first_row)), strict=True
+        ):
+            got = by_step.get(step, {}).get(axis, MISSING)
+            if canonical(want) != canonical(got):
+                yield f"step {step}, {axis}: {want!r} meant, {got!r} found"

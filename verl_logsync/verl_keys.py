@@ -1,0 +1,30 @@
+"""What the names of verl's metrics mean (verl 0.2 - 0.9.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+_VALIDATION: Final = ("val-core/", "val-aux/", "val/", "eval/")
+# Logged beside a validation or after the loop, without a training step: the validation's own
+# time, and DAPO's extra record with nothing but the time of saving (prefix `timing/`).
+_AROUND: Final = ("timing_s/testing", "timing_s/save_checkpoint", "timing/")
+
+#: Seconds of one step, in order of preference.
+STEP_SECONDS: Final = ("timing_s/step", "perf/time_per_step", "timing(s)/step", "train/time(s)")
+#: Seconds of the validation that belongs to a step; not part of the above from 0.6.0 on.
+TESTING_SECONDS: Final = "timing_s/testing"
+
+
+def is_training_key(key: str) -> bool:
+    """Whether a key is only logged when a training step was done.
+
+    After a resume with `val_before_train` verl logs a record at the checkpoint's step that
+    holds validation keys only; it must not be mistaken for that step being trained again.
+    """
+    return not key.startswith(("_", *_VALIDATION, *_AROUND))
+
+
+def is_validation_only(keys: Iterable[str]) -> bool:
+    """Whether a record with these keys holds no result of a training step."""
+    return not any(map(is_training_key, keys))
