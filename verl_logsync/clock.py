@@ -27,8 +27,9 @@ _Floats = np.ndarray[Any, np.dtype[np.float64]]
 class Clocked:
     """Readings whose rows have times.
 
-    `pins` are the estimated starts by the file's head digest; `started_at` is the run's first
-    start; both in seconds since 1970.
+    `pins` hold what a first upload settled on, so that later rows continue the same clock: by
+    a file's head digest its estimated start (seconds since 1970), by `DIGEST:before` the active
+    seconds of the attempts before it. `started_at` is the run's first start.
     """
 
     attempts: tuple[AttemptReading, ...]
@@ -51,9 +52,21 @@ def set_clocks(attempts: Sequence[AttemptReading], pins: Mapping[str, float]) ->
     done: list[AttemptReading] = []
     active = 0.0
     for attempt in timed:
+        active = _pinned_active(attempt, active, pins, pinned)
         done.append(_shifted(attempt, active))
         active += _active_seconds(attempt)
     return Clocked(tuple(done), _overall(kinds), pinned, _first_start(done))
+
+
+def _pinned_active(
+    attempt: AttemptReading, active: float, pins: Mapping[str, float], pinned: dict[str, float]
+) -> float:
+    """The active seconds before an attempt, as an earlier upload counted them."""
+    keys = sorted(f"{f.facts.head_digest}:before" for f, _ in attempt.readings
+                  if f.facts.head_digest)
+    active = next((pins[key] for key in keys if key in pins), active)
+    pinned.update((key, active) for key in keys)
+    return active
 
 
 def _overall(kinds: set[Clock]) -> Clock:

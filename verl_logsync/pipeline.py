@@ -6,6 +6,7 @@ Only this module knows the ledger, and only it decides what happens when somethi
 
 from __future__ import annotations
 
+import math
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,6 +48,7 @@ from verl_logsync.plan import Held, Situation, held_after, held_from_rows, held_
 from verl_logsync.readiness import Patience, Readiness, judge
 from verl_logsync.settings import Settings
 from verl_logsync.verify import verify_counts, verify_rows
+from verl_logsync.verl_keys import is_training_key
 
 #: Runs that are looked up, sent and verified together.
 BATCH = 100
@@ -324,12 +326,25 @@ def _with_stored_rows(
     """
     rows = list(sink.rows(loaded.run.target, 0))
     first = int(loaded.history.steps[0])
-    if not rows or int(rows[0][STEP]) >= first:  # type: ignore[call-overload]
+    if not rows or int(rows[0][STEP]) >= first:
         return loaded
+    if engine.settings.on_overlap == "last":
+        rows = [row for row in rows if row[STEP] < _first_trained(loaded.history)]
     whole = load(engine, loaded.run, pins, (_stored_attempt(rows, loaded.run.target),))
     note = (f"its log starts at step {first}: the file was replaced at a restart. Rows that only "
             "the server still has stay there (verl-logsync scan shows the files)")
     return replace(whole, account=replace(whole.account, notes=(*whole.account.notes, note)))
+
+
+def _first_trained(history: History) -> float:
+    """The first step that the history trains; what the server has from there on is superseded."""
+    trained = [
+        int(history.steps[int(valid.argmax())])
+        for name in history.table.column_names
+        if is_training_key(name)
+        and (valid := history.table.column(name).is_valid().to_numpy()).any()
+    ]
+    return min(trained, default=math.inf)
 
 
 def _planned_with(
@@ -437,7 +452,7 @@ def _one_round(
     for item in unsent:
         verdict = None
         if engine.settings.verify == "full" and item.plan.action is Action.NOTHING:
-            verdict = verify_rows(item.plan, sink.rows(item.plan.target, 0))
+            verdict = verify_rows(item.plan, item.held, sink.rows(item.plan.target, 0))
         if verdict is None or verdict.agrees:
             _remember(engine, item)
         yield item, _outcome(item, rows_sent=0, verdict=verdict)
@@ -491,7 +506,7 @@ def _verdict(
         state = sink.with_parts(target, state)
     verdict = verify_counts(item.plan, state)
     if verdict.agrees and engine.settings.verify == "full":
-        return verify_rows(item.plan, sink.rows(target, 0))
+        return verify_rows(item.plan, held_after(item.plan, item.held), sink.rows(target, 0))
     return verdict
 
 

@@ -127,12 +127,14 @@ class Comparison:
     """How a history and the server's rows relate.
 
     The first `shared` rows of the history are held as they are; `extra` held rows follow them
-    (changed ones, or ones beyond the history's end). `branch_step` is the last shared step,
-    `last_held` the highest step held.
+    (changed ones, or ones beyond the history's end), of which `changed` are the steps that the
+    history states otherwise. `branch_step` is the last shared step, `last_held` the highest
+    step held.
     """
 
     shared: int
     extra: int
+    changed: tuple[int, ...]
     branch_step: int | None
     last_held: int | None
 
@@ -146,9 +148,16 @@ def compare(history: History, held: Held) -> Comparison:
     return Comparison(
         shared,
         len(held.steps) - shared,
+        _changed(history.steps[shared:], digests[shared:], held, shared),
         int(steps[shared - 1]) if shared else None,
         int(held.steps.max()) if len(held.steps) else None,
     )
+
+
+def _changed(steps: _Ints, digests: _Hashes, held: Held, shared: int) -> tuple[int, ...]:
+    meant = dict(zip(steps.tolist(), digests.tolist(), strict=True))
+    found = zip(held.steps[shared:].tolist(), held.digests[shared:].tolist(), strict=True)
+    return tuple(sorted({step for step, digest in found if meant.get(step, digest) != digest}))
 
 
 # -- planning ------------------------------------------------------------------------------
@@ -201,9 +210,14 @@ def _decide(
 
 
 def _would_shift(history: History, relation: Comparison, remote: RemoteState) -> bool:
-    """Whether the client would renumber an append, because the summary is ahead of the rows."""
+    """Whether the client would renumber an append.
+
+    It starts at the highest of the summary's step + 1, the last row's step + 1 and the line
+    count: the summary is ahead when a rewind lost its rows, the lines when some step has two.
+    """
     next_step = int(history.steps[relation.shared])
-    return remote.summary_step is not None and remote.summary_step >= next_step
+    summary_step = remote.summary_step if remote.summary_step is not None else -1
+    return summary_step >= next_step or remote.lines > next_step
 
 
 def _rewind(
@@ -219,10 +233,11 @@ def _rewind(
                else "this server cannot rewind a run")
     last = relation.last_held if relation.last_held is not None else -1
     first_new = int(np.searchsorted(history.steps, last, side="right"))
+    changed = relation.changed or (step,)
     note = (
-        f"OLD ROWS KEPT: {why} (from step {step} on), but {because}. Steps {step}-{last} on the "
-        f"server are those of the earlier attempt; only steps after {last} are sent. To get the "
-        "whole history, upload it as a new run: --run 'NEW_NAME=GLOB'",
+        f"OLD ROWS KEPT: {why}, but {because}. Steps {changed[0]}-{changed[-1]} on the server are "
+        "those of an earlier attempt; only newer steps are sent. To get the whole history, upload "
+        "it as a new run: --run 'NEW_NAME=GLOB'",
     )
     return Action.KEPT_OLD, first_new, None, note
 

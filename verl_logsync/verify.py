@@ -6,9 +6,11 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+import numpy as np
+
 from verl_logsync.columns import AXES, MISSING, STEP, decode
 from verl_logsync.model import RemoteState, UploadPlan, Verdict
-from verl_logsync.plan import Held, compare, differing_counts, held_from_rows
+from verl_logsync.plan import Held, differing_counts, held_from_rows
 
 #: Differences that are named; more are counted.
 NAMED: Final = 8
@@ -97,39 +99,39 @@ def _shortened(wrong: list[str]) -> tuple[str, ...]:
     return (*wrong[:NAMED], f"and {len(wrong) - NAMED} more")
 
 
-def verify_rows(plan: UploadPlan, rows: Iterable[Mapping[str, Any]]) -> Verdict:
-    """Compare every value of the plan's history with the rows read back.
+def verify_rows(plan: UploadPlan, meant: Held, rows: Iterable[Mapping[str, Any]]) -> Verdict:
+    """Compare every value that the server was meant to hold with the rows read back.
 
     An empty answer means that nothing could be verified, not that nothing is there.
     """
     stored = list(rows)
     if not stored and plan.expect.lines:
         return Verdict(False, ROWS_READ, ("the server returned no rows: values not verified",))
-    held = held_from_rows(stored)
-    relation = compare(plan.history, held)
+    found = held_from_rows(stored)
     wrong = list(_clock_differences(plan, stored))
-    if relation.shared < len(plan.history) or relation.extra:
-        wrong.insert(0, _first_difference(plan, stored, held, relation.shared))
+    length = min(len(meant.steps), len(found.steps))
+    differ = (meant.steps[:length] != found.steps[:length]) | (
+        meant.digests[:length] != found.digests[:length]
+    )
+    if differ.any():
+        wrong.insert(0, _difference(plan, stored[int(differ.argmax())]))
+    elif len(meant.steps) != len(found.steps):
+        wrong.insert(0, f"{len(meant.steps)} rows meant, {len(found.steps)} read")
     return Verdict(not wrong, ROWS_READ, _shortened(wrong))
 
 
-def _first_difference(
-    plan: UploadPlan, stored: list[Mapping[str, Any]], held: Held, shared: int
-) -> str:
-    if shared >= len(plan.history):
-        return f"{len(held.steps) - shared} rows more than meant"
-    step = int(plan.history.steps[shared])
-    if shared >= len(stored):
-        return f"step {step} and later are missing"
-    row = stored[shared]
-    if row.get(STEP) != step:
-        return f"step {step} meant, step {row.get(STEP)} found"
+def _difference(plan: UploadPlan, row: Mapping[str, Any]) -> str:
+    """What is wrong with a stored row, in words."""
+    step = row.get(STEP)
+    places = np.flatnonzero(plan.history.steps == step)
+    if not len(places):
+        return f"step {step} found, which was not meant"
     for name in plan.history.table.column_names:
-        want = canonical(decode(plan.history.table.column(name).slice(shared, 1))[0])
+        want = canonical(decode(plan.history.table.column(name).slice(int(places[0]), 1))[0])
         got = canonical(row[name]) if name in row else MISSING
         if name not in AXES and want != got:
             return f"step {step}, {name}: {want!r} meant, {got!r} found"
-    return f"step {step}: keys that were not meant"
+    return f"step {step} in the wrong place, or with keys that were not meant"
 
 
 def _clock_differences(plan: UploadPlan, stored: list[Mapping[str, Any]]) -> Iterable[str]:

@@ -233,9 +233,12 @@ def test_zeros_in_the_middle_are_not_a_torn_tail() -> None:
 
 
 def test_zeros_in_the_middle_do_not_make_the_end_a_torn_tail() -> None:
-    """Zeros early in a file say nothing about a corrupt last frame."""
-    data = MANY_DATA[:BLOCK_SIZE] + bytes(BLOCK_SIZE) + MANY_DATA[2 * BLOCK_SIZE : -1] + b"X"
-    assert [item.tail for item in read(data)[1]] == [False, False]
+    """Zeros early in a file say nothing about a corrupt, orphan or torn chunk at its end."""
+    data = MANY_DATA[:BLOCK_SIZE] + bytes(BLOCK_SIZE) + MANY_DATA[2 * BLOCK_SIZE :]
+    for end, tail in ((data[:-1] + b"X", False), (data + chunk(4, b"l"), False)):
+        assert [item.tail for item in read(end)[1]] == [False, tail]
+    last = read(data + chunk(2, b"f"))[1][-1]
+    assert (last.offset, last.reason) == (len(data), "the file ends inside a record")
 
 
 def test_damage_is_told_where_it_lies() -> None:
