@@ -212,7 +212,7 @@ def status(settings: Settings, *, remote: bool) -> list[dict[str, Any]]:
             "last_step": run.last_step,
             "state": run.state,
             "confirmed_at": run.confirmed_at,
-            "kept_old": run.kept_old,
+            "attention": list(run.attention),
         }
         for run in remembered
     ]

@@ -10,13 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 
-from verl_logsync.columns import AXES, from_json
+from verl_logsync.columns import AXES, MISSING, decode
 from verl_logsync.model import History
+
+_TOKENS: Final = ("NaN", "Infinity", "-Infinity")
 
 _Hashes = np.ndarray[Any, np.dtype[np.uint64]]
 
@@ -52,9 +55,11 @@ def _word(data: bytes) -> np.uint64:
 
 def _column_hashes(name: str, column: pa.ChunkedArray) -> _Hashes:
     salt = _word(name.encode(errors="surrogatepass"))
-    valid = column.is_valid().to_numpy()
+    valid = np.array(column.is_valid().to_numpy())
     if pa.types.is_string(column.type):
-        bits = np.array([_text_bits(text) for text in column.to_pylist()], dtype=np.uint64)
+        values = [canonical(value) for value in decode(column)]
+        valid &= np.array([value is not MISSING for value in values], dtype=bool)
+        bits = np.array([_value_bits(value) for value in values], dtype=np.uint64)
     elif pa.types.is_boolean(column.type):
         bits = np.array([_bool_bits(flag) for flag in column.to_pylist()], dtype=np.uint64)
     else:
@@ -72,13 +77,41 @@ def _bool_bits(flag: bool | None) -> np.uint64:
     return _word(b"true" if flag else b"false")
 
 
-def _text_bits(text: str | None) -> np.uint64:
-    if text is None:
+def _value_bits(value: Any) -> np.uint64:
+    if value is MISSING:
         return np.uint64(0)
-    value = from_json(text)
+    return _present_bits(value)
+
+
+def _present_bits(value: Any) -> np.uint64:
+    """Bits of a value in canonical form; numbers alike, whatever column they stand in."""
     if isinstance(value, bool):
         return _bool_bits(value)
-    if isinstance(value, int | float):
-        return np.uint64(_number_bits(np.array([float(value)]))[0])
-    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"))
-    return _word(canonical.encode(errors="surrogatepass"))
+    # Servers return what JSON cannot express as text.
+    number = float(value) if isinstance(value, str) and value in _TOKENS else value
+    if isinstance(number, int | float):
+        return np.uint64(_number_bits(np.array([float(number)]))[0])
+    return _word(json.dumps(value, sort_keys=True, separators=(",", ":")).encode())
+
+
+def canonical(value: Any) -> Any:
+    """A value as it comes back from W&B: 1.0 is 1, -0.0 is 0, integers of 2^63 and more are
+    floats, NaN and infinities are tokens, empty objects are MISSING."""
+    if isinstance(value, float):
+        return _canonical_number(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value if -(2**63) <= value < 2**63 else _canonical_number(float(value))
+    if isinstance(value, Mapping):
+        inner = {str(key): canonical(item) for key, item in value.items()}
+        return {key: item for key, item in inner.items() if item is not MISSING} or MISSING
+    if isinstance(value, list | tuple):
+        return [None if (c := canonical(item)) is MISSING else c for item in value]
+    return value
+
+
+def _canonical_number(value: float) -> int | float | str:
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "Infinity" if value > 0 else "-Infinity"
+    return int(value) if value.is_integer() and abs(value) < 2**63 else value

@@ -45,7 +45,7 @@ MIGRATIONS: Final = (
             run_id TEXT NOT NULL, name TEXT NOT NULL, names_key TEXT NOT NULL,
             heads TEXT NOT NULL, fingerprint TEXT NOT NULL, steps BLOB NOT NULL,
             digests BLOB NOT NULL, state TEXT NOT NULL, clock TEXT NOT NULL,
-            sources TEXT NOT NULL, recheck_at REAL, kept_old TEXT NOT NULL,
+            sources TEXT NOT NULL, recheck_at REAL, exit_code INTEGER NOT NULL, attention TEXT NOT NULL,
             confirmed_at REAL NOT NULL,
             PRIMARY KEY (server, entity, project, run_id)
         );
@@ -57,7 +57,7 @@ MIGRATIONS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class LedgerRun:
-    """One remembered run, for `status`. `kept_old` says why rows on the server are outdated."""
+    """One remembered run. `attention` says what its last upload had to leave out or keep."""
 
     target: Target
     name: str
@@ -66,7 +66,8 @@ class LedgerRun:
     state: str
     confirmed_at: float
     recheck_at: float | None
-    kept_old: str
+    exit_code: int
+    attention: tuple[str, ...]
 
 
 @contextmanager
@@ -260,13 +261,13 @@ class Ledger:
         """Every remembered run of this server."""
         rows = self._query(
             "SELECT entity, project, run_id, name, steps, state, confirmed_at, recheck_at, "
-            "kept_old FROM runs WHERE server=? ORDER BY project, name, run_id",
+            "exit_code, attention FROM runs WHERE server=? ORDER BY project, name, run_id",
             (self._server,),
         )
         return [
             LedgerRun(Target(e, p, i), name, len(steps) // 8, _last(steps) if steps else None,
-                      state, at, recheck, kept)
-            for e, p, i, name, steps, state, at, recheck, kept in rows
+                      state, at, recheck, code, tuple(orjson.loads(attention)))
+            for e, p, i, name, steps, state, at, recheck, code, attention in rows
         ]
 
     def confirm(
@@ -275,9 +276,10 @@ class Ledger:
         confirmed: Confirmed,
         settings_key: str,
         recheck_at: float | None,
-        kept_old: str = "",
+        exit_code: int = 0,
+        attention: Iterable[str] = (),
     ) -> None:
-        """Remember a run whose read-back agreed."""
+        """Remember a run whose read-back agreed, and what it still lacks."""
         row = (
             *self._key(confirmed.target),
             run.name,
@@ -290,7 +292,8 @@ class Ledger:
             orjson.dumps(dict(confirmed.clock)).decode(),
             sources_digest(run, settings_key),
             recheck_at,
-            kept_old,
+            exit_code,
+            orjson.dumps(list(attention)).decode(),
             time.time(),
         )
         marks = ",".join("?" * len(row))

@@ -512,7 +512,8 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one run."""
+    """What became of one run. `remembered` is the exit code of its last upload, when nothing
+    changed since."""
 
     target: Target
     name: str
@@ -526,14 +527,17 @@ class Outcome:
     error: LogsyncError | None = None
     notes: tuple[str, ...] = ()
     url: str = ""
+    remembered: ExitCode | None = None
 
     @property
     def exit_code(self) -> ExitCode:
+        if self.remembered is not None:
+            return self.remembered
         if self.error is not None:
             return self.error.exit_code
         if self.verdict is not None and not self.verdict.agrees:
             return ExitCode.NOT_VERIFIED
-        if self.action in (Action.KEPT_OLD,):
+        if self.action is Action.KEPT_OLD:
             return ExitCode.PARTIAL
         if self.account is not None and any(s.reason not in HARMLESS for s in self.account.skips):
             return ExitCode.PARTIAL

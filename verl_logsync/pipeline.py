@@ -21,10 +21,11 @@ from verl_logsync.catalog import Grouping, bind, catalog
 from verl_logsync.clock import set_clocks
 from verl_logsync.columns import AXES, STEP, TableBuilder
 from verl_logsync.discover import Recall, discover, remember_nothing
-from verl_logsync.errors import AuthError, LogsyncError, Unreachable
+from verl_logsync.errors import AuthError, ExitCode, LogsyncError, Unreachable
 from verl_logsync.interfaces import Sink, Source
-from verl_logsync.ledger import Ledger
+from verl_logsync.ledger import Ledger, LedgerRun
 from verl_logsync.model import (
+    HARMLESS,
     Account,
     Action,
     Attempt,
@@ -216,20 +217,22 @@ def _open_runs(engine: Engine, found: Catalog) -> tuple[list[RunSources], list[O
         return sorted(found.runs, key=lambda run: run.changed_at), []
     done = ledger.settled(found.runs, engine.now(), settings.decisive)
     remembered = {run.target: run for run in ledger.runs()}
-    outcomes = [
-        Outcome(
-            run.target,
-            run.name,
-            Action.KEPT_OLD if remembered[run.target].kept_old else Action.NOTHING,
-            rows_total=remembered[run.target].rows,
-            state=remembered[run.target].state,
-            notes=tuple(filter(None, (remembered[run.target].kept_old,))),
-        )
-        for run in found.runs
-        if run.target in done
-    ]
+    outcomes = [_unchanged(run, remembered[run.target]) for run in found.runs if run.target in done]
     todo = [run for run in found.runs if run.target not in done]
     return sorted(todo, key=lambda run: (run.changed_at, run.name)), outcomes
+
+
+def _unchanged(run: RunSources, known: LedgerRun) -> Outcome:
+    """The outcome of a run in whose files nothing changed: the same as last time."""
+    return Outcome(
+        run.target,
+        run.name,
+        Action.NOTHING,
+        rows_total=known.rows,
+        state=known.state,
+        notes=known.attention,
+        remembered=ExitCode(known.exit_code),
+    )
 
 
 def _upload_batch(
@@ -558,5 +561,19 @@ def _remember(engine: Engine, item: _Prepared) -> None:
     )
     # The rest of a rewound run (events, files) is still to be sent.
     recheck = 0.0 if plan.action is Action.REWIND else item.ready.recheck_at
-    kept_old = plan.notes[0] if plan.action is Action.KEPT_OLD else ""
-    engine.ledger.confirm(run, confirmed, engine.settings.decisive, recheck, kept_old)
+    outcome = _outcome(item, rows_sent=0, verdict=None)
+    engine.ledger.confirm(
+        run,
+        confirmed,
+        engine.settings.decisive,
+        recheck,
+        int(outcome.exit_code),
+        _attention(item) if outcome.exit_code else (),
+    )
+
+
+def _attention(item: _Prepared) -> list[str]:
+    """What a run still lacks, to be said again while its files stay as they are."""
+    kept_old = item.plan.notes[:1] if item.plan.action is Action.KEPT_OLD else ()
+    skips = (s for s in item.loaded.account.skips if s.reason not in HARMLESS)
+    return [*kept_old, *(f"skipped {skip}" for skip in skips)]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import numpy as np
 
 from verl_logsync.columns import AXES, MISSING, STEP, decode
+from verl_logsync.digests import canonical
 from verl_logsync.model import RemoteState, UploadPlan, Verdict
 from verl_logsync.plan import Held, differing_counts, held_from_rows
 
@@ -16,27 +16,6 @@ from verl_logsync.plan import Held, differing_counts, held_from_rows
 NAMED: Final = 8
 COUNTS_READ: Final = "line count, last step, summary, row count of every key"
 ROWS_READ: Final = "every value, unsampled scan"
-
-
-def canonical(value: Any) -> Any:
-    """A value as it comes back from W&B: 1.0 is 1, -0.0 is 0, large integers are floats,
-    empty objects are absent."""
-    if isinstance(value, bool) or value is None or isinstance(value, str):
-        return value
-    if isinstance(value, int):
-        return value if -(2**63) <= value < 2**63 else float(value)
-    if isinstance(value, float):
-        if math.isnan(value):
-            return "NaN"
-        if math.isinf(value):
-            return "Infinity" if value > 0 else "-Infinity"
-        return int(value) if value == int(value) and abs(value) < 2**63 else value
-    if isinstance(value, Mapping):
-        inner = {str(k): canonical(v) for k, v in value.items()}
-        return {k: v for k, v in inner.items() if v is not MISSING} or MISSING
-    if isinstance(value, list | tuple):
-        return [None if (c := canonical(v)) is MISSING else c for v in value]
-    return value
 
 
 def verify_counts(plan: UploadPlan, found: RemoteState | None) -> Verdict:

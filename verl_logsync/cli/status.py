@@ -45,7 +45,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
         if "agrees" in row:
             line += f"; server: {row['server']}" + ("" if row["agrees"] else "  DISAGREES")
         click.echo(line)
-        if row["kept_old"]:
-            click.echo(f"    {row['kept_old']}")
+        for note in row["attention"]:
+            click.echo(f"    {note}")
     if not rows:
         click.echo("nothing was uploaded with this state yet (see: verl-logsync upload --help)")

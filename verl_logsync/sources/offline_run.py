@@ -338,8 +338,8 @@ class _Contents:
             if found is None:
                 place = f"{self._file.place} (byte {entry.offset})"
                 detail = f"artifact {record.artifact.name}: its file {item.path} is not here"
-                self._skips.append(Skip(SkipReason.FAILED, place, detail,
-                                        "Copy W&B's artifact staging folder too"))
+                hint = f"W&B staged it on the training machine; copy it to {item.local_path}"
+                self._skips.append(Skip(SkipReason.FAILED, place, detail, hint))
                 return None
             item.local_path = str(found)
         return bytes(record.SerializeToString())

@@ -223,13 +223,14 @@ class _Picker:
         kind = mask.tobytes()
         if kind not in self._known:
             index = np.flatnonzero(mask).tolist()
-            getter = itemgetter(*index) if len(index) > 1 else _few(index)
+            getter = _getter(index)
             self._known[kind] = [self._keys[i] for i in index], getter
         keys, getter = self._known[kind]
         return keys, getter(values)
 
 
-def _few(index: list[int]) -> Any:
-    return lambda values: tuple(values[i] for i in index)
-
-
+def _getter(index: list[int]) -> Any:
+    if len(index) < 2:  # itemgetter gives a bare value for one index, and nothing for none
+        return lambda values: tuple(values[i] for i in index)
+    getter: Any = itemgetter
+    return getter(*index)

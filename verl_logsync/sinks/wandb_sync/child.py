@@ -22,6 +22,8 @@ from verl_logsync.sinks.wandb_sync.credentials import Server
 
 _PR_SET_PDEATHSIG: Final = 1
 
+_PACKAGE_ROOT: Final = str(Path(__file__).resolve().parents[3])
+
 # Of the user's W&B settings only those about the connection reach the uploader.
 _CONNECTION: Final = ("WANDB__EXTRA_HTTP_HEADERS", "WANDB_INSECURE_DISABLE_SSL",
                       "WANDB_X_EXTRA_HTTP_HEADERS", "WANDB_HTTP_TIMEOUT")
@@ -59,6 +61,8 @@ def environment(
         "WANDB_X_FILE_TRANSFER_RETRY_WAIT_MAX_SECONDS": wait,
         "WANDB_X_GRAPHQL_RETRY_MAX": "5",
         "WANDB_X_GRAPHQL_RETRY_WAIT_MAX_SECONDS": wait,
+        # It runs in another folder; a package that is not installed must be found from there.
+        "PYTHONPATH": os.pathsep.join(filter(None, (_PACKAGE_ROOT, os.environ.get("PYTHONPATH")))),
         "NO_COLOR": "1",
         "TERM": "dumb",
         "PYTHONUNBUFFERED": "1",

@@ -291,6 +291,8 @@ def _messages(output: str, run_id: str) -> tuple[str, ...]:
             messages.append(mask_text(found[3]))
         elif not found and line.startswith(("wandb: ERROR", "Traceback", "Error:")):
             messages.append(mask_text(line.removeprefix("wandb: ERROR ")))
+    if "wandb: " not in output:  # it never came so far as to speak for itself
+        messages.extend(mask_text(line) for line in output.splitlines()[-3:])
     return tuple(dict.fromkeys(messages))
 
 
