@@ -28,10 +28,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, run, print a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("benches", nargs="*", metavar="a|b|c|d|start", help="default: all")
-    parser.add_argument("--quick", action="store_true",
-                        help="small data, few repeats: does it run at all?")
-    parser.add_argument("--folder", type=Path,
-                        help="keep the data here for another run (default: a temporary folder)")
+    parser.add_argument(
+        "--quick", action="store_true", help="small data, few repeats: does it run at all?"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="keep the data here for another run (default: a temporary folder)",
+    )
     options = parser.parse_args(arguments)
     unknown = set(options.benches) - set(BENCHES)
     if unknown:
@@ -47,8 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _print_machine() -> None:
-    packages = ", ".join(f"{name} {version(name)}" for name in
-                         ("wandb", "pandas", "pyarrow", "orjson", "numpy"))
+    packages = ", ".join(
+        f"{name} {version(name)}" for name in ("wandb", "pandas", "pyarrow", "orjson", "numpy")
+    )
     print(f"{os.cpu_count()} cores, Python {platform.python_version()}, {packages}\n")
     print("| bench | what | measured | aim | met |")
     print("| --- | --- | --- | --- | --- |", flush=True)

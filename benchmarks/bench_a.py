@@ -23,8 +23,9 @@ def bench(session: Session) -> list[Line]:
 
 
 def _one_size(session: Session, rows: int, repeats: int) -> list[Line]:
-    folder = session.made(f"a-{rows}", lambda place: verl_file(
-        place / "grpo" / "exp.jsonl", rows, metrics=METRICS))
+    folder = session.made(
+        f"a-{rows}", lambda place: verl_file(place / "grpo" / "exp.jsonl", rows, metrics=METRICS)
+    )
     path = folder / "grpo" / "exp.jsonl"
     engine = pipeline.Engine(Settings(), SOURCES)
     (run,) = pipeline.survey(engine, [folder]).runs
@@ -43,16 +44,25 @@ def _one_size(session: Session, rows: int, repeats: int) -> list[Line]:
     )
     name = f"read + align {rows:,} rows x {METRICS}"
     lines = [
-        compared("a", f"{name}, against bare orjson.loads", times["ours"], times["bare"],
-                 at_most=2.0),
-        faster("a", f"{name}, against pandas.read_json", times["ours"], times["pandas"],
-               at_least=5.0),
+        compared(
+            "a", f"{name}, against bare orjson.loads", times["ours"], times["bare"], at_most=2.0
+        ),
+        faster(
+            "a", f"{name}, against pandas.read_json", times["ours"], times["pandas"], at_least=5.0
+        ),
     ]
     if rows <= 2_000:
-        tables = in_turn({"ours": lambda: timed(ours), "pandas": lambda: timed(
-            lambda: _as_table(path))}, 3)
-        lines.append(faster("a", f"{name}, against read_json + json_normalize (a table too)",
-                            tables["ours"], tables["pandas"]))
+        tables = in_turn(
+            {"ours": lambda: timed(ours), "pandas": lambda: timed(lambda: _as_table(path))}, 3
+        )
+        lines.append(
+            faster(
+                "a",
+                f"{name}, against read_json + json_normalize (a table too)",
+                tables["ours"],
+                tables["pandas"],
+            )
+        )
     return lines
 
 
@@ -66,4 +76,5 @@ def _bare_loop(path: Path) -> None:
 
 def _as_table(path: Path) -> pd.DataFrame:
     frame = pd.read_json(path, lines=True)
-    return pd.json_normalize(frame["data"].tolist()).set_index(frame["step"])
+    table: pd.DataFrame = pd.json_normalize(frame["data"].tolist())
+    return table.set_index(frame["step"])

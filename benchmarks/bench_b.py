@@ -31,8 +31,9 @@ def bench(session: Session) -> list[Line]:
 
 
 def _one_shape(session: Session, runs: int, rows: int) -> list[Line]:
-    folder = session.made(f"b-{runs}x{rows}", lambda place: verl_files(
-        place, runs, rows, metrics=METRICS))
+    folder = session.made(
+        f"b-{runs}x{rows}", lambda place: verl_files(place, runs, rows, metrics=METRICS)
+    )
     plans = [_plan(run) for run in _loaded(folder)]
     sample = list(itertools.islice(read_rows(folder / "grpo" / "exp-000.jsonl"), 1_000))
     number = itertools.count()
@@ -48,15 +49,18 @@ def _one_shape(session: Session, runs: int, rows: int) -> list[Line]:
                 log.write_payload(_as_object(step, values))
 
     count = runs * rows
-    times = in_turn({"ours": lambda: timed(ours), "objects": lambda: timed(with_objects)},
-                    3 if session.quick else 7)
+    times = in_turn(
+        {"ours": lambda: timed(ours), "objects": lambda: timed(with_objects)},
+        3 if session.quick else 7,
+    )
     speed = median(count / seconds for seconds in times["ours"])
     scaled = [seconds * count / len(sample) for seconds in times["objects"]]
     name = f"write {runs} fragment{'s' * (runs > 1)} of {rows:,} rows x {METRICS}"
     return [
         Line("b", name, f"{speed:,.0f} rows/s", f"at least {AIM:,} rows/s", speed >= AIM),
-        faster("b", f"{name}, against protobuf objects (1,000 rows, scaled)", times["ours"],
-               scaled),
+        faster(
+            "b", f"{name}, against protobuf objects (1,000 rows, scaled)", times["ours"], scaled
+        ),
     ]
 
 
@@ -67,17 +71,19 @@ def _loaded(folder: Path) -> list[pipeline.Loaded]:
 
 def _plan(loaded: pipeline.Loaded) -> UploadPlan:
     """The plan of a first upload of a finished run."""
-    return make_plan(Situation(
-        run=loaded.run,
-        history=loaded.history,
-        around=loaded.around,
-        ready=Readiness(len(loaded.history), "finished", 0, None),
-        pins=loaded.pins,
-        started_at=loaded.started_at,
-        remote=None,
-        held=NOTHING_HELD,
-        can_rewind=False,
-    ))
+    return make_plan(
+        Situation(
+            run=loaded.run,
+            history=loaded.history,
+            around=loaded.around,
+            ready=Readiness(len(loaded.history), "finished", 0, None),
+            pins=loaded.pins,
+            started_at=loaded.started_at,
+            remote=None,
+            held=NOTHING_HELD,
+            can_rewind=False,
+        )
+    )
 
 
 def _as_object(step: int, values: dict[str, object]) -> bytes:

@@ -41,10 +41,20 @@ class _Uploads:
         name = f"upload {self._runs} runs x {self._steps:,} steps x {METRICS}"
         scaled = f" ({self._looped} runs, scaled)" if self._looped < self._runs else ""
         return [
-            faster("c", f"{name}, against init/log/finish{scaled}", times["upload"],
-                   times["loop"], at_least=4.0),
-            compared("c", f"{name}, against wandb sync -n {JOBS}", times["upload"],
-                     times["sync"], at_most=1.2),
+            faster(
+                "c",
+                f"{name}, against init/log/finish{scaled}",
+                times["upload"],
+                times["loop"],
+                at_least=4.0,
+            ),
+            compared(
+                "c",
+                f"{name}, against wandb sync -n {JOBS}",
+                times["upload"],
+                times["sync"],
+                at_most=1.2,
+            ),
         ]
 
     def _files(self) -> list[Path]:
@@ -68,8 +78,9 @@ class _Uploads:
         folders = [str(folder) for folder in sorted(self._official.glob("wandb/offline-run-*"))]
         with server() as there:
             env = environment(**there.env)
-            seconds = run(["-m", "wandb", "sync", "-n", str(JOBS), "--yes", *folders], env,
-                          self._official).seconds
+            seconds = run(
+                ["-m", "wandb", "sync", "-n", str(JOBS), "--yes", *folders], env, self._official
+            ).seconds
             there.must_hold(self._runs, self._steps)
         return seconds
 

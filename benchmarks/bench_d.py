@@ -32,17 +32,23 @@ def _again(session: Session, there: Server, logs: Path, work: Path, name: str) -
         return _upload(there, place / "empty", place)
 
     before = there.state()
-    times = in_turn({"again": lambda: _upload(there, logs, work), "start-up": on_nothing},
-                    3 if session.quick else 9)
+    times = in_turn(
+        {"again": lambda: _upload(there, logs, work), "start-up": on_nothing},
+        3 if session.quick else 9,
+    )
     seen = _watched(there, logs, work)
     after = there.state()
     extra = median(a - b for a, b in zip(times["again"], times["start-up"], strict=True))
     sent = after["lines_received"] - before["lines_received"]
     requests = sum(after["requests"].values()) - sum(before["requests"].values())
     return [
-        Line("d", f"{name}, after start-up",
-             f"{extra:.2f} s ({median(times['again']):.2f} s : {median(times['start-up']):.2f} s)",
-             f"under {AIM_SECONDS:g} s", extra < AIM_SECONDS),
+        Line(
+            "d",
+            f"{name}, after start-up",
+            f"{extra:.2f} s ({median(times['again']):.2f} s : {median(times['start-up']):.2f} s)",
+            f"under {AIM_SECONDS:g} s",
+            extra < AIM_SECONDS,
+        ),
         Line("d", f"{name}, log files opened", f"{len(seen['opened'])}", "0", not seen["opened"]),
         Line("d", f"{name}, history lines sent", f"{sent}", "0", sent == 0),
         Line("d", f"{name}, uploaders started", f"{len(seen['children'])}"),
@@ -75,5 +81,10 @@ def start_up(session: Session) -> list[Line]:
         5 if session.quick else 15,
     )
     ours, bare = median(times["help"]), median(times["python"])
-    return [Line("start", "verl-logsync --help",
-                 f"{1000 * ours:.0f} ms (python alone {1000 * bare:.0f} ms)")]
+    return [
+        Line(
+            "start",
+            "verl-logsync --help",
+            f"{1000 * ours:.0f} ms (python alone {1000 * bare:.0f} ms)",
+        )
+    ]

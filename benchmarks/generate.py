@@ -20,43 +20,91 @@ _SPREAD: Final = ("mean", "max", "min")
 
 #: The metrics of a training step, in the order in which verl logs them.
 TRAINING_KEYS: Final[tuple[str, ...]] = (
-    *(f"global_seqlen/{k}" for k in ("min", "max", "minmax_diff", "balanced_min", "balanced_max",
-                                     "mean")),
+    *(
+        f"global_seqlen/{k}"
+        for k in ("min", "max", "minmax_diff", "balanced_min", "balanced_max", "mean")
+    ),
     "actor/entropy",
     *(f"training/rollout_probs_diff_{k}" for k in ("valid", "max", "mean", "std")),
     "training/rollout_actor_probs_pearson_corr",
-    *(f"rollout_corr/{k}" for k in (
-        "training_ppl", "training_log_ppl", "kl", "k3_kl", "rollout_ppl", "rollout_log_ppl",
-        "log_ppl_diff", "log_ppl_abs_diff", "log_ppl_diff_max", "log_ppl_diff_min", "ppl_ratio",
-        "chi2_token", "chi2_seq")),
-    *(f"actor/{k}" for k in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower", "pg_loss", "loss",
-                             "grad_norm", "perf/max_memory_allocated_gb",
-                             "perf/max_memory_reserved_gb", "perf/cpu_memory_used_gb", "lr")),
+    *(
+        f"rollout_corr/{k}"
+        for k in (
+            "training_ppl",
+            "training_log_ppl",
+            "kl",
+            "k3_kl",
+            "rollout_ppl",
+            "rollout_log_ppl",
+            "log_ppl_diff",
+            "log_ppl_abs_diff",
+            "log_ppl_diff_max",
+            "log_ppl_diff_min",
+            "ppl_ratio",
+            "chi2_token",
+            "chi2_seq",
+        )
+    ),
+    *(
+        f"actor/{k}"
+        for k in (
+            "pg_clipfrac",
+            "ppo_kl",
+            "pg_clipfrac_lower",
+            "pg_loss",
+            "loss",
+            "grad_norm",
+            "perf/max_memory_allocated_gb",
+            "perf/max_memory_reserved_gb",
+            "perf/cpu_memory_used_gb",
+            "lr",
+        )
+    ),
     "perf/mfu/actor",
     "training/global_step",
     "training/epoch",
     *(f"critic/{k}/{s}" for k in ("score", "rewards", "advantages", "returns") for s in _SPREAD),
-    *(f"{k}/{s}" for k in ("response_length", "response_length_non_aborted")
-      for s in (*_SPREAD, "clip_ratio")),
+    *(
+        f"{k}/{s}"
+        for k in ("response_length", "response_length_non_aborted")
+        for s in (*_SPREAD, "clip_ratio")
+    ),
     "response/aborted_ratio",
     *(f"prompt_length/{s}" for s in (*_SPREAD, "clip_ratio")),
     *(f"num_turns/{s}" for s in ("min", "max", "mean")),
-    *(f"timing_s/{k}" for k in ("gen", "old_log_prob", "adv", "update_actor", "update_weights",
-                                "step")),
+    *(
+        f"timing_s/{k}"
+        for k in ("gen", "old_log_prob", "adv", "update_actor", "update_weights", "step")
+    ),
     *(f"timing_per_token_ms/{k}" for k in ("gen", "update_actor", "adv")),
     *(f"perf/{k}" for k in ("total_num_tokens", "time_per_step", "throughput")),
     *(f"training/num_turns/{s}" for s in _SPREAD),
-    *(f"training/off_policy/trajectory_{k}/{s}"
-      for k in ("spans", "staleness", "staleness_worst") for s in _SPREAD),
+    *(
+        f"training/off_policy/trajectory_{k}/{s}"
+        for k in ("spans", "staleness", "staleness_worst")
+        for s in _SPREAD
+    ),
 )
 
 #: The metrics that a validation adds to its step.
 VALIDATION_KEYS: Final[tuple[str, ...]] = (
-    *(f"val-{'core' if (k, s) in {('acc', 'mean@4'), ('acc', 'best@4/mean')} else 'aux'}"
-      f"/openai/gsm8k/{k}/{s}"
-      for k in ("reward", "acc", "acc_success_only")
-      for s in ("mean@4", "std@4", "best@2/mean", "best@2/std", "worst@2/mean", "worst@2/std",
-                "best@4/mean", "best@4/std", "worst@4/mean", "worst@4/std")),
+    *(
+        f"val-{'core' if (k, s) in {('acc', 'mean@4'), ('acc', 'best@4/mean')} else 'aux'}"
+        f"/openai/gsm8k/{k}/{s}"
+        for k in ("reward", "acc", "acc_success_only")
+        for s in (
+            "mean@4",
+            "std@4",
+            "best@2/mean",
+            "best@2/std",
+            "worst@2/mean",
+            "worst@2/std",
+            "best@4/mean",
+            "best@4/std",
+            "worst@4/mean",
+            "worst@4/std",
+        )
+    ),
     *(f"val-aux/num_turns/{s}" for s in ("min", "max", "mean")),
 )
 
@@ -64,15 +112,34 @@ VALIDATION_KEYS: Final[tuple[str, ...]] = (
 VALIDATE_EVERY: Final = 20
 
 _WHOLE: Final = ("num_turns/m", "staleness", "spans/m", "total_num_tokens", "val-aux/num_turns/m")
-_ROUND: Final = ("global_seqlen", "length/max", "length/min", "aborted/max", "aborted/min",
-                 "perf/max_memory", "perf/cpu_memory")
-_FIXED: Final = {"actor/lr": 1e-6, "actor/pg_clipfrac_lower": 0.0, "response/aborted_ratio": 0.0,
-                 "training/rollout_probs_diff_valid": 1.0, "critic/score/max": 1.0,
-                 "critic/score/min": 0.0, "critic/rewards/max": 1.0, "critic/rewards/min": 0.0}
+_ROUND: Final = (
+    "global_seqlen",
+    "length/max",
+    "length/min",
+    "aborted/max",
+    "aborted/min",
+    "perf/max_memory",
+    "perf/cpu_memory",
+)
+_FIXED: Final = {
+    "actor/lr": 1e-6,
+    "actor/pg_clipfrac_lower": 0.0,
+    "response/aborted_ratio": 0.0,
+    "training/rollout_probs_diff_valid": 1.0,
+    "critic/score/max": 1.0,
+    "critic/score/min": 0.0,
+    "critic/rewards/max": 1.0,
+    "critic/rewards/min": 0.0,
+}
 
 
-def rows(count: int, *, metrics: int = len(TRAINING_KEYS), seed: int = 0,
-         validate_every: int = VALIDATE_EVERY) -> Iterator[tuple[int, dict[str, Any]]]:
+def rows(
+    count: int,
+    *,
+    metrics: int = len(TRAINING_KEYS),
+    seed: int = 0,
+    validate_every: int = VALIDATE_EVERY,
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """The steps 1 to `count` of a run, each with its values.
 
     Args:
@@ -109,17 +176,18 @@ def _values(key: str, count: int, numbers: np.random.Generator) -> Sequence[Any]
     if key == "training/epoch":
         return [step // 200 for step in range(count)]
     if any(part in key for part in _WHOLE) and not key.endswith("/mean"):
-        column: list[Any] = numbers.integers(0, 20_000 if "tokens" in key else 4, count).tolist()
-        return column
+        return _listed(numbers.integers(0, 20_000 if "tokens" in key else 4, count))
     if any(part in key for part in _ROUND):
-        column = (numbers.integers(200, 9_000, count) / 4).tolist()
-        return column
+        return _listed(numbers.integers(200, 9_000, count) / 4)
     drift = np.cumsum(numbers.normal(0.0, 0.01, count)) + numbers.normal(0.0, 0.05, count)
     if key.startswith(("timing", "perf", "val")):
-        column = np.abs(2.0 + drift).tolist()
-    else:
-        column = drift.astype(np.float32).astype(np.float64).tolist()
-    return column
+        return _listed(np.abs(2.0 + drift))
+    return _listed(drift.astype(np.float32).astype(np.float64))
+
+
+def _listed(values: np.ndarray[Any, Any]) -> list[Any]:
+    listed: list[Any] = values.tolist()
+    return listed
 
 
 def verl_file(path: Path, count: int, *, metrics: int = len(TRAINING_KEYS), seed: int = 0) -> Path:

@@ -85,23 +85,37 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
-def compared(bench: str, what: str, ours: Sequence[float], theirs: Sequence[float],
-             *, at_most: float) -> Line:
+def compared(
+    bench: str, what: str, ours: Sequence[float], theirs: Sequence[float], *, at_most: float
+) -> Line:
     """A line that says how many times as long ours takes as theirs."""
     times = ratio(ours, theirs)
-    return Line(bench, what,
-                f"{times:.2f} times as long ({median(ours):.2f} s : {median(theirs):.2f} s)",
-                f"at most {at_most:g} times", times <= at_most)
+    return Line(
+        bench,
+        what,
+        f"{times:.2f} times as long ({median(ours):.2f} s : {median(theirs):.2f} s)",
+        f"at most {at_most:g} times",
+        times <= at_most,
+    )
 
 
-def faster(bench: str, what: str, ours: Sequence[float], theirs: Sequence[float],
-           *, at_least: float | None = None) -> Line:
+def faster(
+    bench: str,
+    what: str,
+    ours: Sequence[float],
+    theirs: Sequence[float],
+    *,
+    at_least: float | None = None,
+) -> Line:
     """A line that says how many times faster ours is than theirs."""
     times = ratio(theirs, ours)
-    return Line(bench, what,
-                f"{times:.1f} times faster ({median(ours):.2f} s : {median(theirs):.2f} s)",
-                f"at least {at_least:g} times" if at_least else "",
-                times >= at_least if at_least else None)
+    return Line(
+        bench,
+        what,
+        f"{times:.1f} times faster ({median(ours):.2f} s : {median(theirs):.2f} s)",
+        f"at least {at_least:g} times" if at_least else "",
+        times >= at_least if at_least else None,
+    )
 
 
 # -- whole programs ------------------------------------------------------------------------
@@ -111,8 +125,13 @@ def environment(**more: str) -> dict[str, str]:
     """An environment in which the packages are found and no setting of the user's counts."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "VERL_LOGSYNC_"))}
     path = [str(_PACKAGES), str(_BENCHMARKS), kept.get("PYTHONPATH", "")]
-    return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, path)), "WANDB_SILENT": "true",
-            "WANDB_ERROR_REPORTING": "false", **more}
+    return {
+        **kept,
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "WANDB_SILENT": "true",
+        "WANDB_ERROR_REPORTING": "false",
+        **more,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +149,14 @@ def run(arguments: Sequence[str], env: Mapping[str, str], folder: Path) -> Ran:
         RuntimeError: it failed; a time of something else would be no measurement.
     """
     start = time.perf_counter()
-    done = subprocess.run([sys.executable, *arguments], env=dict(env), cwd=folder, text=True,
-                          capture_output=True, check=False)
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env=dict(env),
+        cwd=folder,
+        text=True,
+        capture_output=True,
+        check=False,
+    )
     seconds = time.perf_counter() - start
     if done.returncode != 0:
         said = f"{done.stdout}\n{done.stderr}"[-3000:]
@@ -166,8 +191,12 @@ class Server:
 @contextlib.contextmanager
 def server() -> Iterator[Server]:
     """Start an empty server, and end it."""
-    process = subprocess.Popen([sys.executable, "-m", "verl_logsync.testing"], env=environment(),
-                               stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "verl_logsync.testing"],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert process.stdout is not None
         yield Server(process.stdout.readline().strip())

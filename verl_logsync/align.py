@@ -9,6 +9,7 @@ a new attempt inside the file.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -135,8 +136,12 @@ def _present(table: pa.Table, names: Sequence[str]) -> _Bools:
     if not names:
         return np.zeros((table.num_rows, 0), dtype=bool)
     return np.column_stack(
-        [table.column(n).is_valid().to_numpy() if table.column(n).null_count
-         else np.ones(table.num_rows, dtype=bool) for n in names]
+        [
+            table.column(n).is_valid().to_numpy()
+            if table.column(n).null_count
+            else np.ones(table.num_rows, dtype=bool)
+            for n in names
+        ]
     )
 
 
@@ -235,9 +240,7 @@ def _span(steps: _Ints) -> str:
 # -- merging -------------------------------------------------------------------------------
 
 
-def _merge(
-    rows: _Rows, kept: _Bools, *, first_wins: bool
-) -> tuple[pa.Table, list[Conflict], int]:
+def _merge(rows: _Rows, kept: _Bools, *, first_wins: bool) -> tuple[pa.Table, list[Conflict], int]:
     """One row a step from the kept records; the last valid value of a key wins."""
     index = np.flatnonzero(kept)
     steps = rows.steps[index]
@@ -309,11 +312,14 @@ class _Conflicts:
 def _same(one: Any, other: Any) -> bool:
     """Whether two statements of a value agree within rounding (NaN agrees with null)."""
     if isinstance(one, int | float) and isinstance(other, int | float):
-        both_nan = one != one and other != other
-        return both_nan or bool(np.isclose(one, other, rtol=ROUNDING, atol=0, equal_nan=True))
+        return bool(np.isclose(one, other, rtol=ROUNDING, atol=0, equal_nan=True))
     if one is None or other is None:
-        return (one is None or one != one) and (other is None or other != other)
+        return _says_nothing(one) and _says_nothing(other)
     return bool(one == other)
+
+
+def _says_nothing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def _with_superseded(table: pa.Table, rows: _Rows, superseded: _Bools) -> pa.Table:
@@ -322,7 +328,9 @@ def _with_superseded(table: pa.Table, rows: _Rows, superseded: _Bools) -> pa.Tab
     for session in np.unique(rows.sessions[superseded]):
         index = np.flatnonzero(superseded & (rows.sessions == session))
         places = np.searchsorted(steps, rows.steps[index])
-        fits = (places < len(steps)) & (steps[np.minimum(places, len(steps) - 1)] == rows.steps[index])
+        fits = (places < len(steps)) & (
+            steps[np.minimum(places, len(steps) - 1)] == rows.steps[index]
+        )
         source = np.full(len(steps), -1)
         source[places[fits]] = index[fits]
         taken = pa.array(source, mask=source < 0)
@@ -364,10 +372,9 @@ def missing_steps(steps: _Ints) -> str:
     usual = int(np.median(strides))
     holes = np.flatnonzero(strides > usual)
     texts = [
-        f"{steps[i] + usual}-{steps[i + 1] - usual}" if strides[i] > 2 * usual
+        f"{steps[i] + usual}-{steps[i + 1] - usual}"
+        if strides[i] > 2 * usual
         else f"{steps[i] + usual}"
         for i in holes[:5]
     ]
     return ", ".join(texts) + (", ..." if len(holes) > 5 else "")
-
-

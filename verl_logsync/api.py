@@ -60,11 +60,10 @@ class Run:
         import pandas as pd
 
         table = self._history.table
-        columns = {
-            name: _series(table.column(name)) for name in table.column_names if name != STEP
-        }
+        columns = {name: _series(table.column(name)) for name in table.column_names if name != STEP}
         index = pd.Index(self._history.steps, name=STEP)
-        return pd.DataFrame(columns, index=range(len(index))).set_index(index)
+        frame: pd.DataFrame = pd.DataFrame(columns, index=range(len(index))).set_index(index)
+        return frame
 
 
 def _series(column: Any) -> Any:
@@ -222,8 +221,8 @@ def status(settings: Settings, *, remote: bool) -> list[dict[str, Any]]:
         for row, run in zip(rows, remembered, strict=True):
             state = states.get(run.target)
             row["server"] = f"{state.lines} rows, {state.state}" if state else "no such run"
-            row["agrees"] = (
-                state is not None
-                and (state.lines, state.last_step) == (run.rows, run.last_step)
+            row["agrees"] = state is not None and (state.lines, state.last_step) == (
+                run.rows,
+                run.last_step,
             )
     return rows

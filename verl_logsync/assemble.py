@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from verl_logsync.columns import AXES, MISSING, RUNTIME, STEP, decode
-from verl_logsync.model import AttemptReading, Ending, FileRef, History, LogFile, PassThrough, Reading
+from verl_logsync.model import (
+    AttemptReading,
+    Ending,
+    FileRef,
+    History,
+    LogFile,
+    PassThrough,
+    Reading,
+)
 from verl_logsync.secrets_mask import mask_config
+
+_T = TypeVar("_T")
 
 #: W&B's own entries of a config; the server writes them itself.
 _INTERNAL: Final = "_wandb"
@@ -84,8 +94,8 @@ def _merged(extras: Sequence[PassThrough]) -> PassThrough:
     )
 
 
-def _unique(payloads: Iterable[bytes]) -> tuple[bytes, ...]:
-    return tuple(dict.fromkeys(payloads))
+def _unique(things: Iterable[_T]) -> tuple[_T, ...]:
+    return tuple(dict.fromkeys(things))
 
 
 def summarise(history: History, recorded: Mapping[str, Any], *, defined: bool) -> dict[str, Any]:

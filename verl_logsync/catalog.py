@@ -30,7 +30,7 @@ from verl_logsync.model import (
 )
 
 #: Runs start at step 0 (validation before training) or 1; what starts later was resumed.
-_FIRST_STEPS: Final = (0, 1)
+_LATEST_START: Final = 1
 #: W&B's own name for runs without a project.
 NO_PROJECT: Final = "uncategorized"
 
@@ -62,13 +62,26 @@ class _Chain:
 
     @property
     def first(self) -> int | None:
-        return min((f.facts.first_step for f in self.files if f.facts.first_step is not None),
-                   default=None)
+        return min(
+            (f.facts.first_step for f in self.files if f.facts.first_step is not None), default=None
+        )
 
     @property
-    def last(self) -> int | None:
-        return max((f.facts.last_step for f in self.files if f.facts.last_step is not None),
-                   default=None)
+    def starts_over(self) -> bool:
+        return any(_starts_over(file) for file in self.files)
+
+
+def _starts_over(file: LogFile) -> bool:
+    """Whether a log starts at the beginning of training.
+
+    A validation-only record at step 1 was made by a job that resumed from checkpoint 1.
+    """
+    first, validates = file.facts.first_step, file.facts.opens_with_validation
+    return first == 0 or (first == _LATEST_START and not validates)
+
+
+def _begins(run: RunSources) -> bool:
+    return any(_starts_over(file) for attempt in run.attempts for file in attempt.files)
 
 
 def catalog(found: Found, grouping: Grouping) -> Catalog:
@@ -91,10 +104,15 @@ def catalog(found: Found, grouping: Grouping) -> Catalog:
 
 
 def _without_copies(files: Sequence[LogFile]) -> tuple[list[LogFile], list[Skip]]:
-    """Drop files that are a copy, or the beginning, of another one."""
-    alike: dict[tuple[str, str], list[LogFile]] = {}
+    """Drop files that are a copy, or the beginning, of another one of the same name or id.
+
+    Under another name the same content is another run: people repeat experiments.
+    """
+    alike: dict[tuple[str, ...], list[LogFile]] = {}
     for file in files:
-        alike.setdefault((file.source, file.facts.head_digest), []).append(file)
+        facts = file.facts
+        key = (file.source, facts.head_digest, facts.project, facts.name, facts.run_id)
+        alike.setdefault(key, []).append(file)
     kept: list[LogFile] = []
     skips: list[Skip] = []
     for group in alike.values():
@@ -141,9 +159,7 @@ def _split_given(
             rest.append(file)
             continue
         project, _, run_name = name.rpartition("/")
-        chain = chains.setdefault(
-            name, _Chain(project or file.facts.project, run_name, given=True)
-        )
+        chain = chains.setdefault(name, _Chain(project or file.facts.project, run_name, given=True))
         chain.files.append(file)
         chain.config = {**file.facts.config, **chain.config}
     return list(chains.values()), rest
@@ -205,8 +221,9 @@ def _is_other_source(chain: _Chain, newcomer: _Chain) -> bool:
         return False
     if chain.first is None or newcomer.first is None:
         return True
-    both_start = chain.first in _FIRST_STEPS and newcomer.first in _FIRST_STEPS
-    return both_start or any(_starts_with(f, newcomer.first) for f in chain.files)
+    return (chain.starts_over and newcomer.starts_over) or any(
+        _starts_with(f, newcomer.first) for f in chain.files
+    )
 
 
 def _starts_with(file: LogFile, step: int) -> bool:
@@ -217,7 +234,7 @@ def _continues(chain: _Chain, newcomer: _Chain) -> bool:
     """Whether one of the two resumes the other: both may not start at the beginning."""
     if chain.first is None or newcomer.first is None:
         return False
-    return max(chain.first, newcomer.first) not in _FIRST_STEPS
+    return not (chain.starts_over and newcomer.starts_over)
 
 
 def _named(configs: Iterable[LogFile], project: str, name: str) -> list[LogFile]:
@@ -278,10 +295,15 @@ def _join_attempt(groups: list[list[LogFile]], file: LogFile) -> None:
     first = file.facts.first_step
     for group in reversed(groups):
         known = group[0].facts.first_step
-        if known is None or first is None or known == first or max(known, first) in _FIRST_STEPS:
-            if all(other.source != file.source for other in group):
-                group.append(file)
-                return
+        together = (
+            known is None
+            or first is None
+            or known == first
+            or (_starts_over(group[0]) and _starts_over(file))
+        )
+        if together and all(other.source != file.source for other in group):
+            group.append(file)
+            return
     later = [i for i, group in enumerate(groups) if (group[0].facts.first_step or 0) > (first or 0)]
     groups.insert(later[0] if later else len(groups), [file])
 
@@ -300,8 +322,11 @@ def _attempt(group: Sequence[LogFile], groups: Sequence[Sequence[LogFile]]) -> A
 
 
 def _run(chain: _Chain, configs: Sequence[LogFile], grouping: Grouping) -> RunSources:
-    own = [c for c in _named(configs, chain.project, chain.name)
-           if not disagreements(chain.config, c.facts.config)]
+    own = [
+        c
+        for c in _named(configs, chain.project, chain.name)
+        if not disagreements(chain.config, c.facts.config)
+    ]
     entity = grouping.entity or next((f.facts.entity for f in chain.files if f.facts.entity), "")
     project = grouping.project or chain.project or NO_PROJECT
     fingerprint = digest(_first_config(chain, own))
@@ -372,7 +397,7 @@ def _with_hints(runs: Sequence[RunSources]) -> list[RunSources]:
     hinted = []
     for run in runs:
         first = run.first_step
-        before = None if first is None or first in _FIRST_STEPS else _predecessor(run, first, runs)
+        before = None if first is None or _begins(run) else _predecessor(run, first, runs)
         hinted.append(_noted(run, _merge_hint(run, before, first or 0)) if before else run)
     return hinted
 
@@ -418,13 +443,18 @@ def bind(run: RunSources, known: Iterable[Binding]) -> RunSources:
     The same first records mean the same run. A log that starts in the middle (verl truncates
     its file at a restart) belongs to the known run of that name which it continues.
     """
-    candidates = [b for b in known if b.names_key == run.names_key
-                  and b.target.project == run.target.project]
+    candidates = [
+        b for b in known if b.names_key == run.names_key and b.target.project == run.target.project
+    ]
     same = [b for b in candidates if b.heads & run.heads]
     first = run.first_step
-    if not same and run.id_from == "derived" and first is not None and first not in _FIRST_STEPS:
-        same = [b for b in candidates if first <= b.last_step + 1
-                and (not run.fingerprint or b.fingerprint in ("", run.fingerprint))]
+    if not same and run.id_from == "derived" and first is not None and not _begins(run):
+        same = [
+            b
+            for b in candidates
+            if first <= b.last_step + 1
+            and (not run.fingerprint or b.fingerprint in ("", run.fingerprint))
+        ]
     if not same:
         return run
     best = max(same, key=lambda b: (b.target.run_id == run.target.run_id, b.last_step))

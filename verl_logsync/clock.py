@@ -62,8 +62,9 @@ def _pinned_active(
     attempt: AttemptReading, active: float, pins: Mapping[str, float], pinned: dict[str, float]
 ) -> float:
     """The active seconds before an attempt, as an earlier upload counted them."""
-    keys = sorted(f"{f.facts.head_digest}:before" for f, _ in attempt.readings
-                  if f.facts.head_digest)
+    keys = sorted(
+        f"{f.facts.head_digest}:before" for f, _ in attempt.readings if f.facts.head_digest
+    )
     active = next((pins[key] for key in keys if key in pins), active)
     pinned.update((key, active) for key in keys)
     return active

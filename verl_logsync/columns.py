@@ -92,6 +92,14 @@ class TableBuilder:
         layout.add(self._count, row, only_numbers)
         self._count += 1
 
+    @property
+    def rounded(self) -> bool:
+        """Whether a number added with `only_numbers` may have been an integer beyond 2^53.
+
+        Such rows must be added again without that promise, which keeps every digit.
+        """
+        return any(layout.rounded for layout in self._layouts.values())
+
     def columns(self) -> dict[str, pa.Array]:
         """One array per key, each as long as rows were added."""
         parts: dict[str, list[tuple[_Layout, int]]] = {}
@@ -112,6 +120,7 @@ class _Layout:
         self.integral: list[bool] = []
         self.matrix: np.ndarray[Any, np.dtype[np.float64]] = np.empty((0, 0))
         self.indices: np.ndarray[Any, np.dtype[np.int64]] = np.empty(0, dtype=np.int64)
+        self._fast = False
         self._pack = struct.Struct(f"{len(keys)}d").pack
         self._packed = bytearray()
 
@@ -123,6 +132,7 @@ class _Layout:
         if only_numbers:
             try:
                 self._packed += self._pack(*values)
+                self._fast = True
                 return
             except (struct.error, OverflowError):
                 pass
@@ -136,6 +146,14 @@ class _Layout:
             else:
                 self.odd.setdefault(position, {})[index] = to_json(value)
                 yield math.nan
+
+    @property
+    def rounded(self) -> bool:
+        """Whether a number is so large that packing it unchecked may have cost digits."""
+        if not self._fast:
+            return False
+        numbers = np.abs(np.frombuffer(self._packed))
+        return bool(np.any((numbers >= EXACT) & np.isfinite(numbers)))
 
     def freeze(self) -> None:
         self.matrix = np.frombuffer(bytes(self._packed)).reshape(len(self.rows), len(self.keys))
@@ -195,7 +213,7 @@ def number_text(value: float) -> str:
 
 def decode(column: pa.Array | pa.ChunkedArray) -> list[Any]:
     """The Python values of a metric column; MISSING where a row lacks the key."""
-    values = column.to_pylist()
+    values: list[Any] = column.to_pylist()
     if pa.types.is_string(column.type):
         return [MISSING if text is None else from_json(text) for text in values]
     if column.null_count == 0:
@@ -286,12 +304,14 @@ def json_values(column: pa.Array | pa.ChunkedArray) -> list[bytes]:
         return [b"true" if flag else b"false" for flag in column.to_pylist()]
     if len(column) == 0:
         return []
-    numbers = column.fill_null(0).to_numpy(zero_copy_only=False) if isinstance(
-        column, pa.Array
-    ) else column.fill_null(0).to_numpy()
-    texts = orjson.dumps(
-        np.ascontiguousarray(numbers), option=orjson.OPT_SERIALIZE_NUMPY
-    )[1:-1].split(b",")
+    numbers = (
+        column.fill_null(0).to_numpy(zero_copy_only=False)
+        if isinstance(column, pa.Array)
+        else column.fill_null(0).to_numpy()
+    )
+    texts = orjson.dumps(np.ascontiguousarray(numbers), option=orjson.OPT_SERIALIZE_NUMPY)[
+        1:-1
+    ].split(b",")
     if numbers.dtype.kind == "f":
         # orjson writes null for what JSON cannot express.
         for index in np.flatnonzero(~np.isfinite(numbers)).tolist():

@@ -29,7 +29,7 @@ _ODD: Final = np.uint64(0x9E3779B97F4A7C15)
 
 def row_digests(history: History) -> _Hashes:
     """One digest per row of a history, shape (rows,), uint64."""
-    total = _mix(history.steps.astype(np.uint64))
+    total: _Hashes = _mix(history.steps.astype(np.uint64))
     for name in history.table.column_names:
         if name not in AXES:
             total = total + _column_hashes(name, history.table.column(name))
@@ -41,20 +41,21 @@ def overall_digest(digests: _Hashes) -> str:
     return hashlib.blake2b(np.ascontiguousarray(digests).tobytes(), digest_size=8).hexdigest()
 
 
-def _mix(bits: _Hashes) -> _Hashes:
+def _mix(words: _Hashes) -> _Hashes:
     """The finaliser of splitmix64: spreads every bit over the whole word."""
-    bits = bits + _ODD
+    bits: _Hashes = words + _ODD
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return bits ^ (bits >> np.uint64(31))
+    mixed: _Hashes = bits ^ (bits >> np.uint64(31))
+    return mixed
 
 
-def _word(data: bytes) -> np.uint64:
-    return np.uint64(int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little"))
+def _word(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 def _column_hashes(name: str, column: pa.ChunkedArray) -> _Hashes:
-    salt = _word(name.encode(errors="surrogatepass"))
+    salt = np.uint64(_word(name.encode(errors="surrogatepass")))
     valid = np.array(column.is_valid().to_numpy())
     if pa.types.is_string(column.type):
         values = [canonical(value) for value in decode(column)]
@@ -73,30 +74,31 @@ def _number_bits(numbers: np.ndarray[Any, np.dtype[np.float64]]) -> _Hashes:
     return np.where(np.isnan(numbers), _NAN, bits)
 
 
-def _bool_bits(flag: bool | None) -> np.uint64:
+def _bool_bits(flag: bool | None) -> int:
     return _word(b"true" if flag else b"false")
 
 
-def _value_bits(value: Any) -> np.uint64:
+def _value_bits(value: Any) -> int:
     if value is MISSING:
-        return np.uint64(0)
+        return 0
     return _present_bits(value)
 
 
-def _present_bits(value: Any) -> np.uint64:
+def _present_bits(value: Any) -> int:
     """Bits of a value in canonical form; numbers alike, whatever column they stand in."""
     if isinstance(value, bool):
         return _bool_bits(value)
     # Servers return what JSON cannot express as text.
     number = float(value) if isinstance(value, str) and value in _TOKENS else value
     if isinstance(number, int | float):
-        return np.uint64(_number_bits(np.array([float(number)]))[0])
+        return int(_number_bits(np.array([float(number)]))[0])
     return _word(json.dumps(value, sort_keys=True, separators=(",", ":")).encode())
 
 
 def canonical(value: Any) -> Any:
     """A value as it comes back from W&B: 1.0 is 1, -0.0 is 0, integers of 2^63 and more are
-    floats, NaN and infinities are tokens, empty objects are MISSING."""
+    floats, NaN and infinities are tokens, empty objects are MISSING.
+    """
     if isinstance(value, float):
         return _canonical_number(value)
     if isinstance(value, int) and not isinstance(value, bool):

@@ -20,7 +20,9 @@ HEAD_BYTES: Final = 1 << 16
 #: Folders deeper than this below a given path are not entered.
 DEPTH: Final = 24
 
-_NEVER_ENTERED: Final = frozenset({".git", "node_modules", "__pycache__", ".venv", ".ipynb_checkpoints"})
+_NEVER_ENTERED: Final = frozenset(
+    {".git", "node_modules", "__pycache__", ".venv", ".ipynb_checkpoints"}
+)
 # Names that promise a log, whether or not a source claims the file.
 _LOG_LIKE: Final = re.compile(
     r"\.(jsonl|ndjson|wandb|log|out|err|parquet)(\.(\d+|gz|zst|bak|old))?$|\.tfevents\.|^main_ppo\.log"
@@ -76,9 +78,7 @@ def discover(
 
 
 class _Walk:
-    def __init__(
-        self, sources: Sequence[Source], recall: Recall, excluded: Sequence[Path]
-    ) -> None:
+    def __init__(self, sources: Sequence[Source], recall: Recall, excluded: Sequence[Path]) -> None:
         self._sources = sources
         self._recall = recall
         self._excluded = {path.resolve() for path in excluded}
@@ -126,8 +126,12 @@ class _Walk:
             return
         if depth >= DEPTH:
             self.skips.append(
-                Skip(SkipReason.NOT_RECOGNISED, str(path), f"deeper than {DEPTH} folders",
-                     "Give this path itself to look into it")
+                Skip(
+                    SkipReason.NOT_RECOGNISED,
+                    str(path),
+                    f"deeper than {DEPTH} folders",
+                    "Give this path itself to look into it",
+                )
             )
             return
         # Real entries first: a folder is called by its own name, not by that of a link to it.
@@ -191,9 +195,9 @@ def _is_log_like(path: Path) -> bool:
 def _not_recognised(path: Path, stamp: Stamp) -> Skip:
     if stamp.size == 0:
         return Skip(
-            SkipReason.NOT_RECOGNISED, str(path), "empty; verl's metrics are not in this file",
+            SkipReason.NOT_RECOGNISED,
+            str(path),
+            "empty; verl's metrics are not in this file",
             "Look for EXPERIMENT.jsonl, a console log or a wandb/ folder",
         )
     return Skip(SkipReason.NOT_RECOGNISED, str(path), "no source knows its content")
-
-

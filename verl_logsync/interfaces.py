@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from verl_logsync.errors import LogsyncError
-from verl_logsync.model import Binding, LogFile, Reading, RemoteState, Skip, Stamp, Target, UploadPlan
+from verl_logsync.model import (
+    Binding,
+    LogFile,
+    Reading,
+    RemoteState,
+    Skip,
+    Stamp,
+    Target,
+    UploadPlan,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +42,17 @@ class Candidate:
 class Source(Protocol):
     """The code that reads one log format. It keeps no state and never writes."""
 
-    #: The word for it in reports and on the command line.
-    name: str
-    #: Of two sources of one attempt the one with the higher precision wins.
-    precision: int
-    #: Names of files worth opening, as shell patterns. A path given by the user is always opened.
-    patterns: tuple[str, ...]
+    @property
+    def name(self) -> str:
+        """The word for it in reports."""
+
+    @property
+    def precision(self) -> int:
+        """Of two sources of one attempt the one with the higher precision wins."""
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Names of files worth opening, as shell patterns; a path given by the user always is."""
 
     def recognise(self, candidate: Candidate) -> LogFile | Skip | None:
         """Claim a file: a LogFile, a Skip (mine, but unusable because...), or None (not mine).

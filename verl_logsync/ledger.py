@@ -45,8 +45,8 @@ MIGRATIONS: Final = (
             run_id TEXT NOT NULL, name TEXT NOT NULL, names_key TEXT NOT NULL,
             heads TEXT NOT NULL, fingerprint TEXT NOT NULL, steps BLOB NOT NULL,
             digests BLOB NOT NULL, state TEXT NOT NULL, clock TEXT NOT NULL,
-            sources TEXT NOT NULL, recheck_at REAL, exit_code INTEGER NOT NULL, attention TEXT NOT NULL,
-            confirmed_at REAL NOT NULL,
+            sources TEXT NOT NULL, recheck_at REAL, exit_code INTEGER NOT NULL,
+            attention TEXT NOT NULL, confirmed_at REAL NOT NULL,
             PRIMARY KEY (server, entity, project, run_id)
         );
         CREATE TABLE files (path TEXT PRIMARY KEY, verdict BLOB NOT NULL);
@@ -147,7 +147,7 @@ class Ledger:
         self._db.close()
 
     def _explained(self, error: Exception) -> StateError:
-        if isinstance(error, sqlite3.DatabaseError) and "malformed" in str(error) or (
+        if (isinstance(error, sqlite3.DatabaseError) and "malformed" in str(error)) or (
             "not a database" in str(error)
         ):
             return StateError(
@@ -237,8 +237,13 @@ class Ledger:
             (self._server,),
         )
         return [
-            Binding(Target(entity, project, run_id), names_key, frozenset(orjson.loads(heads)),
-                    fingerprint, _last(steps))
+            Binding(
+                Target(entity, project, run_id),
+                names_key,
+                frozenset(orjson.loads(heads)),
+                fingerprint,
+                _last(steps),
+            )
             for entity, project, run_id, names_key, heads, fingerprint, steps in rows
         ]
 
@@ -265,8 +270,17 @@ class Ledger:
             (self._server,),
         )
         return [
-            LedgerRun(Target(e, p, i), name, len(steps) // 8, _last(steps) if steps else None,
-                      state, at, recheck, code, tuple(orjson.loads(attention)))
+            LedgerRun(
+                Target(e, p, i),
+                name,
+                len(steps) // 8,
+                _last(steps) if steps else None,
+                state,
+                at,
+                recheck,
+                code,
+                tuple(orjson.loads(attention)),
+            )
             for e, p, i, name, steps, state, at, recheck, code, attention in rows
         ]
 
@@ -298,7 +312,7 @@ class Ledger:
         )
         marks = ",".join("?" * len(row))
         with self._transaction() as db:
-            db.execute(f"INSERT OR REPLACE INTO runs VALUES ({marks})", row)
+            db.execute(f"INSERT OR REPLACE INTO runs VALUES ({marks})", row)  # noqa: S608 - marks only
 
     def _key(self, target: Target) -> tuple[str, str, str, str]:
         return self._server, target.entity, target.project, target.run_id
@@ -317,7 +331,9 @@ def sources_digest(run: RunSources, settings_key: str) -> str:
 
 
 def _dump(file: LogFile) -> bytes:
-    return orjson.dumps({**asdict(file), "path": os.fsdecode(file.path)}, option=orjson.OPT_NON_STR_KEYS)
+    return orjson.dumps(
+        {**asdict(file), "path": os.fsdecode(file.path)}, option=orjson.OPT_NON_STR_KEYS
+    )
 
 
 class RememberedFiles:
@@ -336,5 +352,3 @@ class RememberedFiles:
             return None
         facts = Facts(**known["facts"])
         return LogFile(Path(known["path"]), known["source"], stamp, facts, known["role"])
-
-

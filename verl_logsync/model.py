@@ -163,13 +163,15 @@ class Attempt:
 
     @property
     def first_step(self) -> int | None:
-        return min((f.facts.first_step for f in self.files if f.facts.first_step is not None),
-                   default=None)
+        return min(
+            (f.facts.first_step for f in self.files if f.facts.first_step is not None), default=None
+        )
 
     @property
     def last_step(self) -> int | None:
-        return max((f.facts.last_step for f in self.files if f.facts.last_step is not None),
-                   default=None)
+        return max(
+            (f.facts.last_step for f in self.files if f.facts.last_step is not None), default=None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,8 +331,7 @@ Clock = Literal["recorded", "estimated", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The aligned table of a run: one row a step, ascending; `attempts` says whose row it is.
-    """
+    """The aligned table of a run: one row a step, ascending; `attempts` says whose row it is."""
 
     table: pa.Table
     attempts: np.ndarray[Any, np.dtype[np.int64]]
@@ -341,7 +342,8 @@ class History:
 
     @property
     def steps(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        return self.table.column("_step").to_numpy()
+        steps: np.ndarray[Any, np.dtype[np.int64]] = self.table.column("_step").to_numpy()
+        return steps
 
     @property
     def last_step(self) -> int | None:
@@ -513,7 +515,8 @@ class Verdict:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What became of one run. `remembered` is the exit code of its last upload, when nothing
-    changed since."""
+    changed since.
+    """
 
     target: Target
     name: str

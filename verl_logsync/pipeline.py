@@ -30,6 +30,7 @@ from verl_logsync.model import (
     Action,
     Attempt,
     AttemptReading,
+    Binding,
     Catalog,
     Confirmed,
     Facts,
@@ -288,16 +289,14 @@ def _bound(engine: Engine, sink: Sink, batch: Sequence[RunSources]) -> list[RunS
     if engine.ledger is not None:
         known_here = {b.target for b in engine.ledger.bindings()}
     unknown = [run for run in batch if run.target not in known_here]
-    bindings = []
+    bindings: list[Binding] = []
     for project in {replace(run.target, run_id="") for run in unknown}:
         keys = [r.names_key for r in unknown if replace(r.target, run_id="") == project]
         bindings.extend(sink.find(project, keys))
     return [bind(run, bindings) if run in unknown else run for run in batch]
 
 
-def _prepare(
-    engine: Engine, sink: Sink, run: RunSources, remote: RemoteState | None
-) -> _Prepared:
+def _prepare(engine: Engine, sink: Sink, run: RunSources, remote: RemoteState | None) -> _Prepared:
     """Read, align and plan one run."""
     confirmed = engine.ledger.confirmed(run.target) if engine.ledger is not None else None
     loaded = load(engine, run, _pins(remote, confirmed))
@@ -334,8 +333,10 @@ def _with_stored_rows(
     if engine.settings.on_overlap == "last":
         rows = [row for row in rows if row[STEP] < _first_trained(loaded.history)]
     whole = load(engine, loaded.run, pins, (_stored_attempt(rows, loaded.run.target),))
-    note = (f"its log starts at step {first}: the file was replaced at a restart. Rows that only "
-            "the server still has stay there (verl-logsync scan shows the files)")
+    note = (
+        f"its log starts at step {first}: the file was replaced at a restart. Rows that only "
+        "the server still has stay there (verl-logsync scan shows the files)"
+    )
     return replace(whole, account=replace(whole.account, notes=(*whole.account.notes, note)))
 
 

@@ -33,8 +33,6 @@ from verl_logsync.readiness import Readiness
 OnRewrite = Literal["rewind", "keep"]
 
 
-
-
 _Ints = np.ndarray[Any, np.dtype[np.int64]]
 _Hashes = np.ndarray[Any, np.dtype[np.uint64]]
 
@@ -61,8 +59,10 @@ def held_rows(
     """
     if remote is None or remote.lines == 0:
         return NOTHING_HELD
-    if confirmed is not None and len(confirmed.steps) == remote.lines and (
-        int(confirmed.steps[-1]) == remote.last_step
+    if (
+        confirmed is not None
+        and len(confirmed.steps) == remote.lines
+        and (int(confirmed.steps[-1]) == remote.last_step)
     ):
         return Held(confirmed.steps, confirmed.digests)
     if remote.marker is None or remote.last_step != remote.marker.last_step:
@@ -104,7 +104,8 @@ def key_counts(history: History, first_row: int = 0) -> dict[str, int]:
 
 def differing_counts(meant: Mapping[str, int], found: Mapping[str, int]) -> dict[str, str]:
     """Keys whose row counts differ. Keys that the server does not list at all are no evidence
-    when it lists none; objects may be listed under their parts (`KEY._type`)."""
+    when it lists none; objects may be listed under their parts (`KEY._type`).
+    """
     if not found:
         return {}
     wrong = {}
@@ -195,16 +196,22 @@ def _decide(
     """The action, the first row to send, the rewind's branch step, and what to say about it."""
     history, remote = situation.history, situation.remote
     if remote is None:
-        return (Action.NEW if len(history) or situation.around.extra.events else Action.NOTHING,
-                0, None, ())
+        return (
+            Action.NEW if len(history) or situation.around.extra.events else Action.NOTHING,
+            0,
+            None,
+            (),
+        )
     to_send = len(history) - relation.shared
     if relation.extra == 0:
         if to_send and _would_shift(history, relation, remote):
             return _rewind(situation, relation, "an earlier rewind lost its rows on the way")
         return (Action.APPEND if to_send else Action.NOTHING), relation.shared, None, ()
     if to_send == 0:
-        note = (f"the server holds {relation.extra} rows more than the files, up to step "
-                f"{relation.last_held}; nothing was changed",)
+        note = (
+            f"the server holds {relation.extra} rows more than the files, up to step "
+            f"{relation.last_held}; nothing was changed",
+        )
         return Action.AHEAD, len(history), None, note
     return _rewind(situation, relation, "rows changed after they were uploaded")
 
@@ -229,8 +236,9 @@ def _rewind(
         branch = relation.branch_step if relation.branch_step is not None else -1
         note = (f"rewound to step {branch}: {why} (from step {step} on)",)
         return Action.REWIND, relation.shared, branch, note
-    because = ("--on-rewrite keep" if situation.on_rewrite == "keep"
-               else "this server cannot rewind a run")
+    because = (
+        "--on-rewrite keep" if situation.on_rewrite == "keep" else "this server cannot rewind a run"
+    )
     last = relation.last_held if relation.last_held is not None else -1
     first_new = int(np.searchsorted(history.steps, last, side="right"))
     changed = relation.changed or (step,)
@@ -247,9 +255,8 @@ def _has_more(situation: Situation, extra: PassThrough) -> bool:
     if remote is None or extra.carries:
         return extra.carries
     wanted = situation.ready.state
-    return wanted != "running" and remote.state != wanted and not (
-        wanted == "failed" and remote.state == "crashed"
-    )
+    fitting = {"finished": {"finished"}, "failed": {"failed", "crashed"}}
+    return wanted != "running" and remote.state not in fitting[wanted]
 
 
 def _lacking(situation: Situation, *, rows_only: bool) -> PassThrough:
@@ -259,8 +266,9 @@ def _lacking(situation: Situation, *, rows_only: bool) -> PassThrough:
     if situation.ready.state != "running" and extra.unfinished:
         console = (*console, extra.unfinished)
     if rows_only:
-        return replace(extra, events=(), console=(), unfinished="", files=(), artifacts=(),
-                       others=())
+        return replace(
+            extra, events=(), console=(), unfinished="", files=(), artifacts=(), others=()
+        )
     if remote is None:
         return replace(extra, console=console, unfinished="")
     return replace(
@@ -335,7 +343,9 @@ def _expectation(situation: Situation, relation: Comparison, plan: UploadPlan) -
         base_lines, base_counts, first_counted = relation.shared if rewinds else 0, {}, 0
     else:
         base_lines, base_counts, first_counted = (
-            remote.lines, dict(remote.key_counts), plan.first_row
+            remote.lines,
+            dict(remote.key_counts),
+            plan.first_row,
         )
     for key, count in key_counts(history, first_counted).items():
         base_counts[key] = base_counts.get(key, 0) + count

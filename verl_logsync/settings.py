@@ -26,8 +26,14 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "on_rewrite": get_args(OnRewrite),
 }
 # W&B's own variables that mean the same; ours are read after them and win.
-_WANDB_MODES: Final = {"dryrun": "offline", "run": "online", "online": "online",
-                       "shared": "online", "offline": "offline", "disabled": "disabled"}
+_WANDB_MODES: Final = {
+    "dryrun": "offline",
+    "run": "online",
+    "online": "online",
+    "shared": "online",
+    "offline": "offline",
+    "disabled": "disabled",
+}
 
 
 def default_state_dir() -> Path:
@@ -95,8 +101,9 @@ def _built(values: Mapping[str, Any]) -> Settings:
     checked = {}
     for name, value in values.items():
         if name not in known:
-            raise UsageError(f"unknown setting {name!r}",
-                             hint=f"Known are: {', '.join(sorted(known))}")
+            raise UsageError(
+                f"unknown setting {name!r}", hint=f"Known are: {', '.join(sorted(known))}"
+            )
         checked[name] = _converted(name, known[name], value)
     settings = replace(Settings(), **checked)
     if settings.jobs < 1 or settings.timeout <= 0:
@@ -143,8 +150,11 @@ def _from_toml(path: Path) -> dict[str, Any]:
     runs = values.pop("runs", {})
     if not isinstance(runs, dict):
         raise UsageError("[runs] must hold NAME = PATTERN lines", place=str(path))
-    pairs = [(name, pattern) for name, patterns in runs.items()
-             for pattern in (patterns if isinstance(patterns, list) else [patterns])]
+    pairs = [
+        (name, pattern)
+        for name, patterns in runs.items()
+        for pattern in (patterns if isinstance(patterns, list) else [patterns])
+    ]
     return {key.replace("-", "_"): value for key, value in values.items()} | (
         {"runs": tuple((str(n), str(p)) for n, p in pairs)} if pairs else {}
     )
@@ -180,6 +190,8 @@ def parse_run(text: str) -> tuple[str, str]:
     """
     name, equals, pattern = text.partition("=")
     if not equals or not name or not pattern:
-        raise UsageError(f"--run needs NAME=GLOB, not {text!r}",
-                         hint="For example: --run 'grpo/qwen=outputs/*/qwen*.jsonl'")
+        raise UsageError(
+            f"--run needs NAME=GLOB, not {text!r}",
+            hint="For example: --run 'grpo/qwen=outputs/*/qwen*.jsonl'",
+        )
     return name, pattern

@@ -66,8 +66,10 @@ def _state_difference(plan: UploadPlan, found: RemoteState) -> list[str]:
 
 
 def _missing_parts(plan: UploadPlan, found: RemoteState) -> list[str]:
-    wrong = [f"artifact {name} is not committed"
-             for name, digest in sorted(plan.expect.artifacts - found.artifacts)]
+    wrong = [
+        f"artifact {name} is not committed"
+        for name, digest in sorted(plan.expect.artifacts - found.artifacts)
+    ]
     wrong += [f"file {name} is missing" for name in sorted(plan.expect.files - set(found.files))]
     return wrong
 

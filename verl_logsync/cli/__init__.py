@@ -40,8 +40,11 @@ def main() -> NoReturn:
         error.show()
         sys.exit(ExitCode.USAGE)
     except LogsyncError as error:
-        _say(f"verl-logsync: {error.place}: {error.message}" if error.place
-             else f"verl-logsync: {error.message}")
+        _say(
+            f"verl-logsync: {error.place}: {error.message}"
+            if error.place
+            else f"verl-logsync: {error.message}"
+        )
         if error.hint:
             _say(f"  -> {error.hint}")
         sys.exit(error.exit_code)

@@ -37,7 +37,9 @@ def run_demo(path: Path | None, *, keep: bool) -> int:
         click.echo("\nWhat the server holds now:")
         _show(server)
         if keep:
-            click.echo(f"\nThe server goes on until you press Ctrl-C; look at {server.url}/__state__")
+            click.echo(
+                f"\nThe server goes on until you press Ctrl-C; look at {server.url}/__state__"
+            )
             threading.Event().wait()
     return code
 

@@ -15,22 +15,37 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 def paths_argument(function: _F) -> _F:
     """PATHS..., files or folders."""
-    return click.argument(
-        "paths", nargs=-1, required=True, type=click.Path(path_type=Path)
-    )(function)
+    return click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))(
+        function
+    )
 
 
 def grouping_options(function: _F) -> _F:
     """How files are grouped into runs, and attempts into a history."""
     for option in (
-        click.option("--config", type=click.Path(path_type=Path),
-                     help="Settings file (default: verl-logsync.toml here, if there is one)."),
-        click.option("--on-overlap", type=click.Choice(["last", "first", "both", "error"]),
-                     help="Whose row stays where attempts overlap (default: last)."),
-        click.option("--keep-tail", is_flag=True, default=None,
-                     help="Keep an earlier attempt's rows beyond the end of the later one."),
-        click.option("--run", "runs", multiple=True, metavar="NAME=GLOB",
-                     help="Files that belong to one run, whatever they say; may be repeated."),
+        click.option(
+            "--config",
+            type=click.Path(path_type=Path),
+            help="Settings file (default: verl-logsync.toml here, if there is one).",
+        ),
+        click.option(
+            "--on-overlap",
+            type=click.Choice(["last", "first", "both", "error"]),
+            help="Whose row stays where attempts overlap (default: last).",
+        ),
+        click.option(
+            "--keep-tail",
+            is_flag=True,
+            default=None,
+            help="Keep an earlier attempt's rows beyond the end of the later one.",
+        ),
+        click.option(
+            "--run",
+            "runs",
+            multiple=True,
+            metavar="NAME=GLOB",
+            help="Files that belong to one run, whatever they say; may be repeated.",
+        ),
         click.option("--project", help="W&B project (default: as the logs say)."),
         click.option("--entity", help="W&B entity (default: as the logs say, else the key's)."),
     ):

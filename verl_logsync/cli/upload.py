@@ -14,32 +14,64 @@ from verl_logsync.cli.options import grouping_options, paths_argument, settings_
 @click.command()
 @paths_argument
 @grouping_options
-@click.option("--mode", type=click.Choice(["online", "offline", "disabled"]),
-              help="online sends; offline writes run folders to --output; disabled does "
-              "everything but write (default: WANDB_MODE, else online).")
-@click.option("--output", type=click.Path(path_type=Path),
-              help="Where --mode offline writes run folders (default: ./wandb-fragments).")
+@click.option(
+    "--mode",
+    type=click.Choice(["online", "offline", "disabled"]),
+    help="online sends; offline writes run folders to --output; disabled does "
+    "everything but write (default: WANDB_MODE, else online).",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Where --mode offline writes run folders (default: ./wandb-fragments).",
+)
 @click.option("--jobs", "-n", type=click.IntRange(1), help="Runs sent at a time (default: 5).")
-@click.option("--dry-run", is_flag=True, default=None,
-              help="Print the plan; write and send nothing.")
+@click.option(
+    "--dry-run", is_flag=True, default=None, help="Print the plan; write and send nothing."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @click.option("--quiet", "-q", is_flag=True, help="Print only what needs attention.")
-@click.option("--verify", type=click.Choice(["counts", "full", "none"]),
-              help="How to read back: the server's counts, every value, or (for the brave) not "
-              "at all (default: counts).")
-@click.option("--on-rewrite", type=click.Choice(["rewind", "keep"]),
-              help="When uploaded rows were superseded: rewind the run, or keep the old rows "
-              "and send only newer steps (default: rewind).")
-@click.option("--settle", type=float, metavar="SECONDS",
-              help="Hold the newest step back while files changed this recently (default: 60).")
-@click.option("--stale-after", type=float, metavar="SECONDS",
-              help="A run whose files are older is over (default: 3600).")
-@click.option("--final", is_flag=True, default=None,
-              help="Everything is complete: send all rows and finish the runs.")
-@click.option("--timeout", type=float, metavar="SECONDS",
-              help="All the time that the network may take (default: 3600).")
-@click.option("--state-dir", type=click.Path(path_type=Path),
-              help="Where the ledger is kept (default: ~/.local/state/verl-logsync).")
+@click.option(
+    "--verify",
+    type=click.Choice(["counts", "full", "none"]),
+    help="How to read back: the server's counts, every value, or (for the brave) not "
+    "at all (default: counts).",
+)
+@click.option(
+    "--on-rewrite",
+    type=click.Choice(["rewind", "keep"]),
+    help="When uploaded rows were superseded: rewind the run, or keep the old rows "
+    "and send only newer steps (default: rewind).",
+)
+@click.option(
+    "--settle",
+    type=float,
+    metavar="SECONDS",
+    help="Hold the newest step back while files changed this recently (default: 60).",
+)
+@click.option(
+    "--stale-after",
+    type=float,
+    metavar="SECONDS",
+    help="A run whose files are older is over (default: 3600).",
+)
+@click.option(
+    "--final",
+    is_flag=True,
+    default=None,
+    help="Everything is complete: send all rows and finish the runs.",
+)
+@click.option(
+    "--timeout",
+    type=float,
+    metavar="SECONDS",
+    help="All the time that the network may take (default: 3600).",
+)
+@click.option(
+    "--state-dir",
+    type=click.Path(path_type=Path),
+    help="Where the ledger is kept (default: ~/.local/state/verl-logsync).",
+)
 def upload(paths: tuple[Path, ...], as_json: bool, quiet: bool, **options: Any) -> int:
     """Send everything below PATHS to W&B: only what is new, verified by reading back.
 

@@ -114,11 +114,11 @@ def _looked_at(catalog: Catalog) -> str:
 
 def run_lines(run: RunSources, state: str, rows: str, account: Account | None) -> Iterator[str]:
     """One run of a scan."""
-    yield f"{run.target.project}/{run.name}  run {run.target.run_id} ({run.id_from}), {rows}, {state}"
+    target = run.target
+    yield f"{target.project}/{run.name}  run {target.run_id} ({run.id_from}), {rows}, {state}"
     for number, attempt in enumerate(run.attempts, 1):
-        yield f"  attempt {number} ({attempt.ordered_by}): steps {attempt.first_step}.." + (
-            f"{attempt.last_step}"
-        )
+        span = f"{attempt.first_step}..{attempt.last_step}"
+        yield f"  attempt {number} ({attempt.ordered_by}): steps {span}"
         yield from (f"    {file.source:12} {file.place}" for file in attempt.files)
     yield from (f"  config       {file.place}" for file in run.configs)
     yield from (f"  {note}" for note in run.notes)

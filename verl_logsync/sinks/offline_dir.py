@@ -8,7 +8,6 @@ replaced when its history changed, so the output always holds the whole present 
 from __future__ import annotations
 
 import filecmp
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -71,14 +70,17 @@ class OfflineDirSink:
         try:
             self._output.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=self._output, prefix=".writing-") as work:
-                fragment = write_fragment(
-                    plan, Path(work), entity=plan.target.entity, files="copy"
-                )
+                fragment = write_fragment(plan, Path(work), entity=plan.target.entity, files="copy")
                 if not _same(fragment.folder, place):
                     _replace(fragment.folder, place, Path(work) / "old")
         except OSError as error:
-            return Sent(StateError(f"cannot be written: {error.strerror}", place=str(place),
-                                   hint="Give another folder with --output"))
+            return Sent(
+                StateError(
+                    f"cannot be written: {error.strerror}",
+                    place=str(place),
+                    hint="Give another folder with --output",
+                )
+            )
         except LogsyncError as error:
             return Sent(error)
         self._written[plan.target] = place, plan
@@ -126,6 +128,6 @@ def _same(one: Path, other: Path) -> bool:
 def _replace(new: Path, place: Path, aside: Path) -> None:
     """Put a folder in its place; the old one is moved out of the way first, then dropped."""
     if place.exists():
-        os.rename(place, aside)
-    os.rename(new, place)
+        place.rename(aside)
+    new.rename(place)
     shutil.rmtree(aside, ignore_errors=True)

@@ -36,7 +36,11 @@ class Hydra:
 
     def recognise(self, candidate: Candidate) -> LogFile | Skip | None:
         path = candidate.path
-        if candidate.names is not None or path.name != "config.yaml" or path.parent.name != ".hydra":
+        if (
+            candidate.names is not None
+            or path.name != "config.yaml"
+            or path.parent.name != ".hydra"
+        ):
             return None
         try:
             config = read_config(path)
@@ -91,9 +95,9 @@ def read_config(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UnreadableInput(f"cannot be read: {error.strerror}", place=str(path)) from error
     except (UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
-        raise NotALog(f"is no Hydra config: {_first_line(error)}", place=str(path), hint=hint) from (
-            error
-        )
+        raise NotALog(
+            f"is no Hydra config: {_first_line(error)}", place=str(path), hint=hint
+        ) from (error)
     if not isinstance(config, DictConfig):
         raise NotALog("is no mapping", place=str(path), hint=hint)
     return _resolved(config)
@@ -138,4 +142,4 @@ def _plain_item(node: Any, key: Any) -> Any:
     try:
         return _plain(node[key])
     except OmegaConfBaseException:
-        return OmegaConf.to_container(node, resolve=False)[key]  # type: ignore[index,call-overload]
+        return OmegaConf.to_container(node, resolve=False)[key]  # type: ignore[index]

@@ -352,8 +352,9 @@ class _Contents:
 
     def reading(self) -> Reading:
         if not self._steps and not self._events and self._run is None and not self._skips:
-            raise NotALog("holds no record yet", place=self._file.place,
-                          hint="It is read again next time.")
+            raise NotALog(
+                "holds no record yet", place=self._file.place, hint="It is read again next time."
+            )
         if not self._steps:
             self._skips.append(_no_history(self._file.place))
         console, unfinished = console_lines(self._console)

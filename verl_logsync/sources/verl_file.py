@@ -60,14 +60,19 @@ class VerlFile:
         rows = _Rows(file.place)
         for line in read_lines(file.path):
             rows.take(line)
+        if rows.rounded:
+            rows = _Rows(file.place, exactly=True)
+            for line in read_lines(file.path):
+                rows.take(line)
         return rows.reading()
 
 
 class _Rows:
     """Collects the records of one file, and what is wrong with the others."""
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, place: str, *, exactly: bool = False) -> None:
         self._place = place
+        self._exactly = exactly
         self._steps: list[int] = []
         self._builder = TableBuilder()
         self._skips: list[Skip] = []
@@ -92,7 +97,12 @@ class _Rows:
         if any(axis in values for axis in ("_step", "_timestamp", "_runtime")):
             values = {key: value for key, value in values.items() if not _is_axis(key)}
         self._steps.append(step)
-        self._builder.add(values, only_numbers=b"true" not in data and b"false" not in data)
+        fast = not self._exactly and b"true" not in data and b"false" not in data
+        self._builder.add(values, only_numbers=fast)
+
+    @property
+    def rounded(self) -> bool:
+        return self._builder.rounded
 
     def _broken(self, line: Line, why: str) -> None:
         if not line.data.strip(b"\0\n\r\t "):

@@ -120,9 +120,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._exchange()
 
-    do_HEAD = do_POST = do_PUT = do_GET
+    do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815 - http.server looks for these names
 
-    def log_message(self, format: str, *args: object) -> None:
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - its name there
         """Stay silent; `server.requests` is the log."""
 
     def _exchange(self) -> None:

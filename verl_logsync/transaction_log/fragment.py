@@ -7,7 +7,7 @@ only with the first one, so that what a person edits on the server survives.
 
 from __future__ import annotations
 
-import os
+import math
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -86,7 +86,7 @@ def _place(file: FileRef, folder: Path, how: Literal["link", "copy"]) -> None:
     if how == "copy":
         shutil.copyfile(file.path, place)
     else:
-        os.symlink(file.path.absolute(), place)
+        place.symlink_to(file.path.absolute())
 
 
 def payloads(plan: UploadPlan, entity: str) -> Iterator[bytes]:
@@ -114,7 +114,8 @@ def payloads(plan: UploadPlan, entity: str) -> Iterator[bytes]:
 
 def _runtime(summary: Mapping[str, Any]) -> float:
     runtime = summary.get("_runtime", 0)
-    return float(runtime) if isinstance(runtime, int | float) and runtime == runtime else 0.0
+    usable = isinstance(runtime, int | float) and math.isfinite(runtime)
+    return float(runtime) if usable else 0.0
 
 
 def _run_record(pb: Any, plan: UploadPlan, entity: str) -> Any:
@@ -199,8 +200,10 @@ def _stretch(history: History, start: int, count: int) -> Iterator[bytes]:
     columns = [c for c, some in zip(columns, filled, strict=True) if some]
     keys = [encode_key(name) for name in names]
     steps = table.column(STEP).to_pylist()
-    rows = zip(*(json_values(column) for column in columns), strict=True) if columns else iter(
-        [()] * count
+    rows = (
+        zip(*(json_values(column) for column in columns), strict=True)
+        if columns
+        else iter([()] * count)
     )
     if all(column.null_count == 0 for column in columns):
         for step, values in zip(steps, rows, strict=True):

@@ -10,6 +10,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from typing_extensions import Self
+
 from verl_logsync.errors import StateError
 from verl_logsync.transaction_log.framing import FrameWriter
 
@@ -113,7 +115,7 @@ class TransactionLogWriter:
         self._stream: BinaryIO | None = None
         self._frames: FrameWriter | None = None
 
-    def __enter__(self) -> TransactionLogWriter:
+    def __enter__(self) -> Self:
         with self._explained():
             self._stream = self._temporary.open("xb", buffering=1 << 20)
             self._frames = FrameWriter(self._stream)

@@ -25,8 +25,12 @@ _PR_SET_PDEATHSIG: Final = 1
 _PACKAGE_ROOT: Final = str(Path(__file__).resolve().parents[3])
 
 # Of the user's W&B settings only those about the connection reach the uploader.
-_CONNECTION: Final = ("WANDB__EXTRA_HTTP_HEADERS", "WANDB_INSECURE_DISABLE_SSL",
-                      "WANDB_X_EXTRA_HTTP_HEADERS", "WANDB_HTTP_TIMEOUT")
+_CONNECTION: Final = (
+    "WANDB__EXTRA_HTTP_HEADERS",
+    "WANDB_INSECURE_DISABLE_SSL",
+    "WANDB_X_EXTRA_HTTP_HEADERS",
+    "WANDB_HTTP_TIMEOUT",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +105,11 @@ def run_sync(
                 pass_fds=tuple(held),
             )
     except OSError as error:
-        raise StateError(f"the uploader cannot be started: {error.strerror}", place=str(work),
-                         hint=f"Check its free space: df -h {str(work)!r}") from error
+        raise StateError(
+            f"the uploader cannot be started: {error.strerror}",
+            place=str(work),
+            hint=f"Check its free space: df -h {str(work)!r}",
+        ) from error
     timed_out = _wait(child, seconds)
     return ChildResult(log.read_text(errors="replace"), timed_out)
 

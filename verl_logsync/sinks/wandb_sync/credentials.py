@@ -33,8 +33,10 @@ def find_server() -> Server:
     base_url = (os.environ.get("WANDB_BASE_URL") or _from_settings() or _CLOUD).rstrip("/")
     host = urlsplit(base_url).hostname
     if not base_url.startswith(("http://", "https://")) or not host:
-        raise UsageError(f"WANDB_BASE_URL is no http(s) address: {base_url!r}",
-                         hint="Set it like: export WANDB_BASE_URL=https://wandb.example.com")
+        raise UsageError(
+            f"WANDB_BASE_URL is no http(s) address: {base_url!r}",
+            hint="Set it like: export WANDB_BASE_URL=https://wandb.example.com",
+        )
     key = os.environ.get("WANDB_API_KEY")
     if key:
         return Server(base_url, key.strip(), "WANDB_API_KEY")

@@ -91,11 +91,15 @@ class GraphQL:
         if response.status_code in (401, 403):
             raise self._denied(f"answered {response.status_code}")
         if response.status_code in _RETRIED:
-            raise Unreachable(f"{self._server.base_url} answered {response.status_code}",
-                              hint="Nothing is lost: run the same command again later")
+            raise Unreachable(
+                f"{self._server.base_url} answered {response.status_code}",
+                hint="Nothing is lost: run the same command again later",
+            )
         if response.status_code != 200:
-            raise RefusedByServer(f"{self._server.base_url} answered {response.status_code}: "
-                                  f"{mask_text(response.text[:200])}")
+            raise RefusedByServer(
+                f"{self._server.base_url} answered {response.status_code}: "
+                f"{mask_text(response.text[:200])}"
+            )
         try:
             answer = response.json()
             data = answer.get("data")

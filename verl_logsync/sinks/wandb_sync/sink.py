@@ -112,8 +112,9 @@ class WandbSink:
                 committed.add((name, node.get("digest", "")))
             else:
                 pending.append(name)
-        return replace(state, files=files, artifacts=frozenset(committed),
-                       pending_artifacts=tuple(pending))
+        return replace(
+            state, files=files, artifacts=frozenset(committed), pending_artifacts=tuple(pending)
+        )
 
     def find(self, project: Target, keys: Sequence[str]) -> Sequence[Binding]:
         """Runs of a project that carry a marker with one of these names."""
@@ -236,9 +237,7 @@ class WandbSink:
         seconds = self._deadline.left
         result = run_sync(
             [fragment.folder for fragment in group],
-            environment(
-                self._server, Path(work), resume=resume, finish=finish, seconds=seconds
-            ),
+            environment(self._server, Path(work), resume=resume, finish=finish, seconds=seconds),
             Path(work),
             jobs=self._jobs,
             seconds=seconds,
@@ -261,8 +260,11 @@ def _work_folder(parent: Path) -> Any:
             shutil.rmtree(left, ignore_errors=True)
         return tempfile.TemporaryDirectory(dir=parent, ignore_cleanup_errors=True)
     except OSError as error:
-        raise StateError(f"cannot be written: {error.strerror}", place=str(parent),
-                         hint="Give a writable folder with free space: --state-dir DIR") from error
+        raise StateError(
+            f"cannot be written: {error.strerror}",
+            place=str(parent),
+            hint="Give a writable folder with free space: --state-dir DIR",
+        ) from error
 
 
 def _by_project(targets: Sequence[Target]) -> dict[tuple[str, str], list[Target]]:
@@ -310,8 +312,10 @@ def _meaning(target: Target, messages: Sequence[str]) -> LogsyncError | None:
             hint="Check --entity and --project, or the key with: wandb login --verify",
         )
     if "connection refused" in text or "no such host" in text:
-        return Unreachable("the server went away while rows were sent",
-                           hint="Nothing is lost: run the same command again")
+        return Unreachable(
+            "the server went away while rows were sent",
+            hint="Nothing is lost: run the same command again",
+        )
     return None
 
 

@@ -1,0 +1,44 @@
+"""Every registered source passes the public conformance suite, on every sample of its format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from verl_logsync.discover import discover
+from verl_logsync.interfaces import Source
+from verl_logsync.sources import SOURCES
+from verl_logsync.testing.conformance import check_source
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+DAMAGED = ("empty", "header_only", "torn_tail", "corrupt_middle", "wrong_version", "truncated")
+
+
+def _samples() -> list[tuple[Source, Path]]:
+    found = []
+    for source in SOURCES:
+        roots = [p for p in sorted(FIXTURES.glob(f"{source.name}/*")) if p.is_dir()]
+        roots.append(FIXTURES / "demo")
+        for root in roots:
+            if any(word in root.name for word in DAMAGED):
+                continue
+            for path, _ in discover([root], [source]).reached:
+                found.append((source, Path(path)))
+    return found
+
+
+SAMPLES = _samples()
+
+
+def test_every_source_has_a_sample() -> None:
+    """A source without a fixture would pass unseen."""
+    assert {source.name for source, _ in SAMPLES} == {source.name for source in SOURCES}
+
+
+@pytest.mark.parametrize(
+    ("source", "sample"), SAMPLES, ids=[f"{s.name}-{p.parent.name}-{p.name}" for s, p in SAMPLES]
+)
+def test_source_conforms(source: Source, sample: Path, tmp_path: Path) -> None:
+    """Whole, cut, damaged, vanished and growing files are read as the suite demands."""
+    check_source(source, sample, tmp_path)
