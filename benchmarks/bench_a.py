@@ -77,4 +77,5 @@ def _bare_loop(path: Path) -> None:
 def _as_table(path: Path) -> pd.DataFrame:
     frame = pd.read_json(path, lines=True)
     table: pd.DataFrame = pd.json_normalize(frame["data"].tolist())
-    return table.set_index(frame["step"])
+    by_step: pd.DataFrame = table.set_index(frame["step"])
+    return by_step

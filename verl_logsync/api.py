@@ -176,7 +176,10 @@ def _online(settings: Settings, progress: pipeline.Progress) -> Iterator[pipelin
                 seconds=settings.timeout,
                 held=(lock,),
             )
-            yield pipeline.Engine(settings, SOURCES, sink, ledger, progress)
+            try:
+                yield pipeline.Engine(settings, SOURCES, sink, ledger, progress)
+            finally:
+                sink.close()
         finally:
             ledger.close()
 

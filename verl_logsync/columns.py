@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -28,6 +28,9 @@ import pyarrow as pa
 
 #: Integers up to this size are exact as float64, so a number column may hold them.
 EXACT: Final = 2**53
+
+#: Lists and objects nested more deeply than this are no metric.
+DEEPEST: Final = 64
 
 #: The columns that are not metrics.
 STEP, TIMESTAMP, RUNTIME = "_step", "_timestamp", "_runtime"
@@ -47,15 +50,47 @@ MISSING: Final = Missing()
 
 
 def to_json(value: object) -> str:
-    """JSON text of a value, with the bare tokens NaN, Infinity and -Infinity."""
+    """JSON text of a value, with the bare tokens NaN, Infinity and -Infinity.
+
+    Integers beyond 64 bits become the floats that they are on W&B's wire anyway.
+
+    Raises:
+        ValueError: lists and objects are nested so deeply that no reader would take them.
+    """
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        value = as_float(value)
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict | list | tuple):
+        if _depth(value) > DEEPEST:
+            raise ValueError(f"nested deeper than {DEEPEST} levels")
         return json.dumps(value, separators=(",", ":"))
     try:
         return orjson.dumps(value).decode()
-    except (TypeError, UnicodeEncodeError):  # integers over 64 bits, lone surrogates
+    except (TypeError, UnicodeEncodeError):  # a lone surrogate
         return json.dumps(value)
+
+
+def as_float(number: int) -> float:
+    """An integer as float; infinite when it is larger than any."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
+
+
+def _depth(value: object) -> int:
+    """How deeply a value is nested, without recursion: hostile input would exhaust it."""
+    depth, level = 0, [value]
+    while level and depth <= DEEPEST:
+        depth += 1
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list | tuple)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return depth
 
 
 def from_json(text: str | bytes) -> Any:
@@ -83,7 +118,11 @@ class TableBuilder:
         return self._count
 
     def add(self, row: Mapping[str, Any], *, only_numbers: bool = False) -> None:
-        """Append a row. `only_numbers` promises that no value is a boolean."""
+        """Append a row. `only_numbers` promises that no value is a boolean.
+
+        Raises:
+            ValueError: a value is nested too deeply; nothing was added.
+        """
         keys = tuple(row)
         layout = self._latest
         if layout is None or layout.keys != keys:
@@ -126,26 +165,24 @@ class _Layout:
 
     def add(self, index: int, row: Mapping[str, Any], only_numbers: bool) -> None:
         values = row.values()
+        packed = self._packed_fast(values) if only_numbers else None
+        if packed is None:
+            odd = {p: to_json(v) for p, v in enumerate(values) if not _is_number(v)}
+            packed = self._pack(*(v if _is_number(v) else math.nan for v in values))
+            for position, text in odd.items():
+                self.odd.setdefault(position, {})[index] = text
         if not self.rows:
             self.integral = [type(v) is int for v in values]
         self.rows.append(index)
-        if only_numbers:
-            try:
-                self._packed += self._pack(*values)
-                self._fast = True
-                return
-            except (struct.error, OverflowError):
-                pass
-        self._packed += self._pack(*self._numbers(index, values))
+        self._packed += packed
 
-    def _numbers(self, index: int, values: Iterable[Any]) -> Iterator[float]:
-        for position, value in enumerate(values):
-            kind = type(value)
-            if kind is float or (kind is int and -EXACT <= value <= EXACT):
-                yield value
-            else:
-                self.odd.setdefault(position, {})[index] = to_json(value)
-                yield math.nan
+    def _packed_fast(self, values: Iterable[Any]) -> bytes | None:
+        try:
+            packed: bytes = self._pack(*values)
+        except (struct.error, OverflowError):
+            return None
+        self._fast = True
+        return packed
 
     @property
     def rounded(self) -> bool:
@@ -158,6 +195,12 @@ class _Layout:
     def freeze(self) -> None:
         self.matrix = np.frombuffer(bytes(self._packed)).reshape(len(self.rows), len(self.keys))
         self.indices = np.asarray(self.rows, dtype=np.int64)
+
+
+def _is_number(value: object) -> bool:
+    """Whether a value is held exactly by a number column."""
+    kind = type(value)
+    return kind is float or (kind is int and -EXACT <= value <= EXACT)  # type: ignore[operator]
 
 
 def _column(count: int, places: Sequence[tuple[_Layout, int]]) -> pa.Array:

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 
-from verl_logsync.columns import AXES, MISSING, decode
+from verl_logsync.columns import AXES, MISSING, as_float, decode
 from verl_logsync.model import History
 
 _TOKENS: Final = ("NaN", "Infinity", "-Infinity")
@@ -90,8 +90,10 @@ def _present_bits(value: Any) -> int:
         return _bool_bits(value)
     # Servers return what JSON cannot express as text.
     number = float(value) if isinstance(value, str) and value in _TOKENS else value
-    if isinstance(number, int | float):
-        return int(_number_bits(np.array([float(number)]))[0])
+    if isinstance(number, int):
+        number = as_float(number)
+    if isinstance(number, float):
+        return int(_number_bits(np.array([number]))[0])
     return _word(json.dumps(value, sort_keys=True, separators=(",", ":")).encode())
 
 
@@ -102,7 +104,7 @@ def canonical(value: Any) -> Any:
     if isinstance(value, float):
         return _canonical_number(value)
     if isinstance(value, int) and not isinstance(value, bool):
-        return value if -(2**63) <= value < 2**63 else _canonical_number(float(value))
+        return value if -(2**63) <= value < 2**63 else _canonical_number(as_float(value))
     if isinstance(value, Mapping):
         inner = {str(key): canonical(item) for key, item in value.items()}
         return {key: item for key, item in inner.items() if item is not MISSING} or MISSING

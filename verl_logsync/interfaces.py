@@ -95,6 +95,12 @@ class Sink(Protocol):
     def refuses_rewind(self, target: Target) -> None:
         """Remember that a rewind of this run was tried and did not happen."""
 
+    def warm_up(self) -> None:
+        """Get ready to send while runs are still being read."""
+
+    def close(self) -> None:
+        """End everything that was started for sending."""
+
     def send(self, plans: Sequence[UploadPlan]) -> Mapping[Target, Sent]:
         """Carry out plans of different runs. Never sends one plan twice."""
 

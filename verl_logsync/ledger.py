@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import os
 import sqlite3
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -136,9 +137,12 @@ class Ledger:
     def __init__(self, folder: Path, server: str) -> None:
         self._folder = folder
         self._server = server
+        self._lock = threading.RLock()  # reading and sending overlap
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(folder / _FILE_NAME, timeout=30, isolation_level=None)
+            self._db = sqlite3.connect(
+                folder / _FILE_NAME, timeout=30, isolation_level=None, check_same_thread=False
+            )
             self._migrate()
         except (sqlite3.Error, OSError) as error:
             raise self._explained(error) from error
@@ -159,16 +163,17 @@ class Ledger:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        try:
-            self._db.execute("BEGIN IMMEDIATE")
+        with self._lock:
             try:
-                yield self._db
-            except BaseException:
-                self._db.execute("ROLLBACK")
-                raise
-            self._db.execute("COMMIT")
-        except sqlite3.Error as error:
-            raise self._explained(error) from error
+                self._db.execute("BEGIN IMMEDIATE")
+                try:
+                    yield self._db
+                except BaseException:
+                    self._db.execute("ROLLBACK")
+                    raise
+                self._db.execute("COMMIT")
+            except sqlite3.Error as error:
+                raise self._explained(error) from error
 
     def _migrate(self) -> None:
         with self._transaction() as db:
@@ -189,7 +194,8 @@ class Ledger:
 
     def _query(self, sql: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         try:
-            return self._db.execute(sql, values).fetchall()
+            with self._lock:
+                return self._db.execute(sql, values).fetchall()
         except sqlite3.Error as error:
             raise self._explained(error) from error
 

@@ -474,6 +474,7 @@ class UploadPlan:
     name: str
     action: Action
     history: History
+    digests: np.ndarray[Any, np.dtype[np.uint64]]
     first_row: int
     branch_step: int | None
     extra: PassThrough

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -52,8 +54,9 @@ from verl_logsync.settings import Settings
 from verl_logsync.verify import verify_counts, verify_rows
 from verl_logsync.verl_keys import is_training_key
 
-#: Runs that are looked up, sent and verified together.
-BATCH = 100
+#: Runs that are looked up, sent and verified together. Small, so that reading overlaps with
+#: sending; large enough that a question to the server is asked for many runs at once.
+BATCH = 10
 #: Seconds that the server is given to index what it accepted; less when the sender complained.
 INDEXING, COMPLAINED = 30.0, 3.0
 
@@ -196,19 +199,71 @@ def upload(engine: Engine, paths: Sequence[Path]) -> Report:
     """Bring the server up to date with everything under the paths."""
     found = survey(engine, paths)
     runs, settled = _open_runs(engine, found)
-    outcomes: list[Outcome] = list(settled)
-    stopped: LogsyncError | None = None
-    for start in range(0, len(runs), BATCH):
-        batch = runs[start : start + BATCH]
-        if stopped is None:
-            try:
-                outcomes.extend(_upload_batch(engine, batch, start, len(runs)))
-                continue
-            except (AuthError, Unreachable) as error:
-                stopped = error  # no other run would fare better
-        outcomes.extend(_failed(run, stopped) for run in batch)
+    outcomes = [*settled, *_upload_all(engine, runs)]
     outcomes.sort(key=lambda o: (o.target.project, o.name, o.target.run_id))
     return Report(tuple(outcomes), found.skips, found, engine.settings.mode)
+
+
+def _upload_all(engine: Engine, runs: Sequence[RunSources]) -> list[Outcome]:
+    """Read one batch while the one before it is being sent."""
+    sink = engine.sink
+    assert sink is not None, "an upload has a sink"
+    outcomes: list[Outcome] = []
+    sending: deque[tuple[Sequence[RunSources], Future[list[Outcome]]]] = deque()
+    stopped: LogsyncError | None = None
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="sender") as sender:
+        if runs and _sends(engine):
+            sender.submit(sink.warm_up)
+        for start in range(0, len(runs), BATCH):
+            batch = runs[start : start + BATCH]
+            if stopped is None and len(sending) > 1:
+                stopped = _collect(*sending.popleft(), outcomes)
+            if stopped is None:
+                stopped = _submit(engine, sink, batch, sender, sending, outcomes)
+            else:
+                outcomes.extend(_failed(run, stopped) for run in batch)
+            engine.progress("upload", min(start + BATCH, len(runs)), len(runs))
+        while sending:
+            _collect(*sending.popleft(), outcomes)
+    return outcomes
+
+
+def _sends(engine: Engine) -> bool:
+    return not engine.settings.dry_run and engine.settings.mode != "disabled"
+
+
+def _submit(
+    engine: Engine,
+    sink: Sink,
+    batch: Sequence[RunSources],
+    sender: Executor,
+    sending: deque[tuple[Sequence[RunSources], Future[list[Outcome]]]],
+    outcomes: list[Outcome],
+) -> LogsyncError | None:
+    """Prepare a batch and hand it over; the error, if no other run would fare better."""
+    try:
+        failed, prepared = _prepare_batch(engine, sink, batch)
+    except (AuthError, Unreachable) as error:
+        outcomes.extend(_failed(run, error) for run in batch)
+        return error
+    outcomes.extend(failed)
+    if _sends(engine):
+        runs = [item.loaded.run for item in prepared]
+        sending.append((runs, sender.submit(_carry_out, engine, sink, prepared)))
+    else:
+        outcomes.extend(_outcome(item, rows_sent=0, verdict=None) for item in prepared)
+    return None
+
+
+def _collect(
+    batch: Sequence[RunSources], result: Future[list[Outcome]], outcomes: list[Outcome]
+) -> LogsyncError | None:
+    try:
+        outcomes.extend(result.result())
+    except LogsyncError as error:
+        outcomes.extend(_failed(run, error) for run in batch)
+        return error
+    return None
 
 
 def _open_runs(engine: Engine, found: Catalog) -> tuple[list[RunSources], list[Outcome]]:
@@ -236,28 +291,21 @@ def _unchanged(run: RunSources, known: LedgerRun) -> Outcome:
     )
 
 
-def _upload_batch(
-    engine: Engine, batch: Sequence[RunSources], done: int, total: int
-) -> list[Outcome]:
-    sink = engine.sink
-    assert sink is not None, "an upload has a sink"
+def _prepare_batch(
+    engine: Engine, sink: Sink, batch: Sequence[RunSources]
+) -> tuple[list[Outcome], list[_Prepared]]:
+    """Ask the server about some runs, read them and plan: those that failed, and the others."""
     runs = _bound(engine, sink, batch)
     states = sink.look([run.target for run in runs])
-    outcomes: list[Outcome] = []
+    failed: list[Outcome] = []
     prepared: list[_Prepared] = []
-    for number, run in enumerate(runs):
-        engine.progress("read", done + number, total)
+    for run in runs:
         result = _attempted(run, partial(_prepare, engine, sink, run, states.get(run.target)))
         if isinstance(result, Outcome):
-            outcomes.append(result)
+            failed.append(result)
         else:
             prepared.append(result)
-    if engine.settings.dry_run or engine.settings.mode == "disabled":
-        return outcomes + [_planned(p) for p in prepared]
-    engine.progress("send", done, total)
-    outcomes.extend(_carry_out(engine, sink, prepared))
-    engine.progress("done", done + len(runs), total)
-    return outcomes
+    return failed, prepared
 
 
 def _attempted(run: RunSources, work: Callable[[], _T]) -> _T | Outcome:
@@ -386,10 +434,6 @@ def _planned_with(
         on_rewrite=settings.on_rewrite,
     )
     return _Prepared(loaded, ready, held, make_plan(situation))
-
-
-def _planned(prepared: _Prepared) -> Outcome:
-    return _outcome(prepared, rows_sent=0, verdict=None)
 
 
 def _outcome(prepared: _Prepared, *, rows_sent: int, verdict: Verdict | None) -> Outcome:

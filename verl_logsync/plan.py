@@ -140,16 +140,16 @@ class Comparison:
     last_held: int | None
 
 
-def compare(history: History, held: Held) -> Comparison:
-    """Find the first row in which a history and the held rows differ."""
-    steps, digests = history.steps, row_digests(history)
+def compare(meant: Held, held: Held) -> Comparison:
+    """Find the first row in which what is meant and what is held differ."""
+    steps, digests = meant.steps, meant.digests
     length = min(len(steps), len(held.steps))
     same = (steps[:length] == held.steps[:length]) & (digests[:length] == held.digests[:length])
     shared = length if bool(same.all()) else int(np.argmin(same))
     return Comparison(
         shared,
         len(held.steps) - shared,
-        _changed(history.steps[shared:], digests[shared:], held, shared),
+        _changed(steps[shared:], digests[shared:], held, shared),
         int(steps[shared - 1]) if shared else None,
         int(held.steps.max()) if len(held.steps) else None,
     )
@@ -182,12 +182,13 @@ class Situation:
 
 def make_plan(situation: Situation) -> UploadPlan:
     """Decide what to send for one run."""
-    relation = compare(situation.history, situation.held)
+    meant = Held(situation.history.steps, row_digests(situation.history))
+    relation = compare(meant, situation.held)
     action, first_row, branch, notes = _decide(situation, relation)
     extra = _lacking(situation, rows_only=action is Action.REWIND)
     if action is Action.NOTHING and _has_more(situation, extra):
         action = Action.APPEND if extra.carries else Action.FINISH
-    return _filled(situation, relation, action, first_row, branch, extra, notes)
+    return _filled(situation, relation, action, first_row, branch, extra, notes, meant.digests)
 
 
 def _decide(
@@ -297,12 +298,12 @@ def _filled(
     branch: int | None,
     extra: PassThrough,
     notes: tuple[str, ...],
+    digests: _Hashes,
 ) -> UploadPlan:
     run, history, ready = situation.run, situation.history, situation.ready
     summary = summarise(
         history, situation.around.extra.summary, defined=bool(situation.around.extra.metrics)
     )
-    digests = row_digests(history)
     marker = Marker(
         run.names_key,
         run.heads,
@@ -317,6 +318,7 @@ def _filled(
         name=run.name,
         action=action,
         history=history,
+        digests=digests,
         first_row=first_row,
         branch_step=branch,
         extra=extra,
@@ -366,7 +368,7 @@ def _expectation(situation: Situation, relation: Comparison, plan: UploadPlan) -
 def held_after(plan: UploadPlan, held: Held) -> Held:
     """The rows that the server holds once a plan is carried out, given those before it."""
     sent = slice(plan.first_row, None)
-    steps, digests = plan.history.steps, row_digests(plan.history)
+    steps, digests = plan.history.steps, plan.digests
     if plan.action in (Action.REWIND, Action.NEW):
         return Held(steps, digests)
     return Held(

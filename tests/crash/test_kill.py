@@ -79,9 +79,10 @@ def test_uploader_killed(tmp_path: Path) -> None:
         for process in Path("/proc").glob("[0-9]*"):
             try:
                 words = (process / "cmdline").read_bytes().split(b"\0")
+                folder = str((process / "cwd").readlink())
             except OSError:
                 continue
-            if b"verl_logsync.sinks.wandb_sync.child" in words and str(tmp_path).encode() in b" ".join(words):
+            if b"verl_logsync.sinks.wandb_sync.child" in words and str(tmp_path) in folder:
                 os.kill(int(process.name), signal.SIGKILL)
                 killed.append(int(process.name))
 

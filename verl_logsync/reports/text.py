@@ -19,6 +19,8 @@ from verl_logsync.model import (
 
 #: Harmless verdicts are summed up after so many.
 _NAMED = 12
+#: So many skipped places of one run are named.
+_SKIPS_NAMED = 5
 
 
 def outcome_lines(outcome: Outcome) -> Iterator[str]:
@@ -74,7 +76,9 @@ def account_lines(account: Account) -> Iterator[str]:
             f"    {account.seen} records seen = {account.kept} kept + {account.merged} merged + "
             f"{account.superseded} superseded + {account.skipped} skipped"
         )
-    yield from (f"    skipped {skip}" for skip in account.skips)
+    yield from (f"    skipped {skip}" for skip in account.skips[:_SKIPS_NAMED])
+    if len(account.skips) > _SKIPS_NAMED:
+        yield f"    ... and {len(account.skips) - _SKIPS_NAMED} more (--json names them)"
     if account.conflict_count:
         yield f"    {account.conflict_count} values stated differently within a step, for example:"
         yield from (

@@ -57,6 +57,12 @@ class OfflineDirSink:
                 if step is not None and step >= first_step:
                     yield {STEP: step, **row}
 
+    def warm_up(self) -> None:
+        """Nothing to prepare."""
+
+    def close(self) -> None:
+        """Nothing was started."""
+
     def url(self, target: Target) -> str:
         """The folder."""
         return str(self._written[target][0])

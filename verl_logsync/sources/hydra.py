@@ -12,8 +12,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
-import pyarrow as pa
-
 from verl_logsync.columns import STEP
 from verl_logsync.errors import NotALog, UnreadableInput
 from verl_logsync.fingerprint import essentials
@@ -24,7 +22,6 @@ _LARGEST: Final = 8 << 20
 _STARTED: Final = re.compile(r"(\d{4}-\d{2}-\d{2})/(\d{2}-\d{2}-\d{2})$")
 _ALIAS: Final = re.compile(r"^[^#\n]*[:\-]\s*\*\w", re.MULTILINE)
 _FOREIGN: Final = re.compile(r"\$\{(?=\s*(oc\.env|now|hydra)\b)")
-_NO_ROWS: Final = pa.table({STEP: pa.array([], type=pa.int64())})
 
 
 class Hydra:
@@ -57,7 +54,10 @@ class Hydra:
         return LogFile(path, self.name, candidate.stamp, facts, role="config")
 
     def read(self, file: LogFile) -> Reading:
-        return Reading(_NO_ROWS, config=read_config(file.path), started_at=file.facts.started_at)
+        import pyarrow as pa
+
+        no_rows = pa.table({STEP: pa.array([], type=pa.int64())})
+        return Reading(no_rows, config=read_config(file.path), started_at=file.facts.started_at)
 
 
 def _text(value: object) -> str:

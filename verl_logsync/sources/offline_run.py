@@ -273,12 +273,16 @@ class _Contents:
         if step is None or not 0 <= step < 2**63:
             self._skip_row(entry, SkipReason.NO_STEP, "no usable _step")
             return
-        self._steps.append(step)
-        for axis, times in self._times.items():
-            value = row.pop(axis, None)
-            times.append(float(value) if isinstance(value, int | float) else None)
+        seen = {axis: row.pop(axis, None) for axis in self._times}
         row.pop(STEP, None)
-        self._rows.add(row)
+        try:
+            self._rows.add(row)
+        except ValueError as error:
+            self._skip_row(entry, SkipReason.MALFORMED, str(error))
+            return
+        self._steps.append(step)
+        for axis, value in seen.items():
+            self._times[axis].append(float(value) if isinstance(value, int | float) else None)
 
     def _skip_row(self, entry: Entry, reason: SkipReason, detail: str) -> None:
         place = f"{self._file.place} (byte {entry.offset})"

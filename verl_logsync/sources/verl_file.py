@@ -27,6 +27,8 @@ _COPY_MARKS: Final = re.compile(
     r"|(?<=\.jsonl)\.(\d+|bak|old|prev|orig|save|copy))$"
 )
 _TAIL_BYTES: Final = 1 << 20
+# So many bad lines are named one by one; of a file full of them the rest is counted.
+_SKIPS_NAMED: Final = 100
 
 
 class VerlFile:
@@ -76,6 +78,7 @@ class _Rows:
         self._steps: list[int] = []
         self._builder = TableBuilder()
         self._skips: list[Skip] = []
+        self._more: dict[SkipReason, int] = {}
 
     def take(self, line: Line) -> None:
         if line.too_long:
@@ -96,9 +99,13 @@ class _Rows:
             return
         if any(axis in values for axis in ("_step", "_timestamp", "_runtime")):
             values = {key: value for key, value in values.items() if not _is_axis(key)}
-        self._steps.append(step)
         fast = not self._exactly and b"true" not in data and b"false" not in data
-        self._builder.add(values, only_numbers=fast)
+        try:
+            self._builder.add(values, only_numbers=fast)
+        except ValueError as error:
+            self._skip(line, SkipReason.MALFORMED, str(error))
+            return
+        self._steps.append(step)
 
     @property
     def rounded(self) -> bool:
@@ -116,6 +123,9 @@ class _Rows:
         place = f"{self._place}:{line.number} (byte {line.offset})"
         # An unfinished line is not a record yet: it is read when the writer completes it.
         records = 0 if reason is SkipReason.PARTIAL_LINE else 1
+        if len(self._skips) >= _SKIPS_NAMED:
+            self._more[reason] = self._more.get(reason, 0) + records
+            return
         self._skips.append(Skip(reason, place, detail, _look(self._place, line), records))
 
     def reading(self) -> Reading:
@@ -124,7 +134,11 @@ class _Rows:
         if not self._steps and not self._skips:
             raise NotALog("holds no record", place=self._place, hint="It is read again next time.")
         columns: dict[str, Any] = {STEP: pa.array(self._steps, type=pa.int64())}
-        return Reading(pa.table(columns | self._builder.columns()), tuple(self._skips))
+        more = (
+            Skip(reason, self._place, f"{count} more like those above", records=count)
+            for reason, count in self._more.items()
+        )
+        return Reading(pa.table(columns | self._builder.columns()), (*self._skips, *more))
 
 
 def _is_axis(key: str) -> bool:

@@ -6,6 +6,7 @@ import os
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -61,6 +62,7 @@ class EncodedKey:
 _STEP = EncodedKey(_STEP_KEY)
 
 
+@lru_cache(maxsize=4096)
 def encode_key(name: str) -> EncodedKey:
     """Prepare a metric name for `encode_history`; do it once a column, not once a row."""
     if name == _STEP_KEY:

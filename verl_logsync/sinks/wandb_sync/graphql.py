@@ -6,6 +6,7 @@ neither. `requests` honours proxies and certificates as W&B's client does.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any, Final
@@ -44,13 +45,20 @@ class GraphQL:
     """Asks one server. All methods raise AuthError, RefusedByServer or Unreachable."""
 
     def __init__(self, server: Server, deadline: Deadline) -> None:
-        import requests
-
         self._server = server
         self._deadline = deadline
-        self._session = requests.Session()
-        self._session.auth = ("api", server.api_key)
-        self._session.headers["User-Agent"] = "verl-logsync"
+        # Sessions are not made for several threads; reading and sending overlap.
+        self._sessions = threading.local()
+
+    def _session(self) -> Any:
+        import requests
+
+        if not hasattr(self._sessions, "session"):
+            session = requests.Session()
+            session.auth = ("api", self._server.api_key)
+            session.headers["User-Agent"] = "verl-logsync"
+            self._sessions.session = session
+        return self._sessions.session
 
     def ask(self, query: str, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """The `data` of the answer; passing troubles are retried within the deadline."""
@@ -73,7 +81,7 @@ class GraphQL:
         if left <= 0:
             raise self._deadline.exceeded(url)
         try:
-            response = self._session.post(
+            response = self._session().post(
                 url,
                 json={"query": query, "variables": dict(variables)},
                 timeout=(min(10.0, left), min(_ANSWER, left)),

@@ -16,7 +16,12 @@ from verl_logsync.errors import AuthError, LogsyncError, RunDeleted, StateError,
 from verl_logsync.interfaces import Sent
 from verl_logsync.model import Action, Binding, Marker, RemoteState, Target, UploadPlan
 from verl_logsync.secrets_mask import mask_text
-from verl_logsync.sinks.wandb_sync.child import ChildResult, environment, run_sync
+from verl_logsync.sinks.wandb_sync.child import (
+    ChildResult,
+    Uploader,
+    environment,
+    kind_environment,
+)
 from verl_logsync.sinks.wandb_sync.credentials import Server
 from verl_logsync.sinks.wandb_sync.graphql import Deadline, GraphQL
 from verl_logsync.transaction_log.fragment import MARKER_KEY, Fragment, write_fragment
@@ -61,6 +66,9 @@ query VerlLogsyncHistory(
 _VIEWER: Final = "query VerlLogsyncViewer { viewer { entity username } }"
 _MUTATIONS: Final = '{ __type(name: "Mutation") { fields { name } } }'
 
+#: (append to what is there, end the run): what only the child's environment can say.
+Kind = tuple[bool, bool]
+
 _MESSAGE: Final = re.compile(r"^wandb: (?:(ERROR|WARNING) )?\[([^\]]+)\] (.*)$")
 
 
@@ -87,6 +95,9 @@ class WandbSink:
         self._default_entity: str | None = None
         self._mutations: frozenset[str] | None = None
         self._cannot_rewind: set[Target] = set()
+        self._uploaders: dict[Kind, Uploader] = {}
+        self._started = 0
+        self._prepared = False
 
     # -- reading back ---------------------------------------------------------------------
 
@@ -210,10 +221,14 @@ class WandbSink:
 
     # -- sending --------------------------------------------------------------------------
 
+    def warm_up(self) -> None:
+        """Start the uploader, which takes a second, while runs are still being read."""
+        self._uploader((True, True))
+
     def send(self, plans: Sequence[UploadPlan]) -> Mapping[Target, Sent]:
         """Write a fragment for every plan, and send each of them once."""
         sent: dict[Target, Sent] = {}
-        with _work_folder(self._work) as work:
+        with tempfile.TemporaryDirectory(dir=self._outbox(), ignore_cleanup_errors=True) as work:
             fragments: list[Fragment] = []
             for plan in plans:
                 try:
@@ -222,26 +237,56 @@ class WandbSink:
                     sent[plan.target] = Sent(error)
             for kind, group in _by_kind(fragments).items():
                 for start in range(0, len(group), CHILD_FRAGMENTS):
-                    sent.update(self._run_child(kind, group[start : start + CHILD_FRAGMENTS], work))
+                    sent.update(self._run_child(kind, group[start : start + CHILD_FRAGMENTS]))
         return sent
+
+    def close(self) -> None:
+        """End the uploaders and leave no fragment behind."""
+        for uploader in self._uploaders.values():
+            uploader.close()
+        self._uploaders.clear()
+        if self._prepared:
+            shutil.rmtree(self._work, ignore_errors=True)
+
+    def _outbox(self) -> Path:
+        """The folder for fragments; what a killed upload left in it is never sent again."""
+        try:
+            if not self._prepared:
+                shutil.rmtree(self._work, ignore_errors=True)
+                self._prepared = True
+            self._work.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StateError(
+                f"cannot be written: {error.strerror}",
+                place=str(self._work),
+                hint="Give a writable folder with free space: --state-dir DIR",
+            ) from error
+        return self._work
+
+    def _uploader(self, kind: Kind) -> Uploader:
+        """The child for a kind of fragments; a new one when it ended or did its share."""
+        known = self._uploaders.get(kind)
+        if known is not None and known.alive and known.fragments < CHILD_FRAGMENTS:
+            return known
+        if known is not None:
+            known.close()
+        self._started += 1
+        folder = self._outbox() / f"uploader-{self._started}"
+        env = environment(self._server, folder, self._deadline.left)
+        self._uploaders[kind] = Uploader(env, folder, jobs=self._jobs, held=self._held)
+        return self._uploaders[kind]
 
     def _write(self, plan: UploadPlan, work: Path) -> Fragment:
         entity = self._entity(plan.target.entity)
         parent = work / f"{entity}-{plan.target.project}".replace("/", "_")
         return write_fragment(plan, parent, entity=entity, files="link")
 
-    def _run_child(
-        self, kind: tuple[bool, bool], group: Sequence[Fragment], work: str
-    ) -> dict[Target, Sent]:
+    def _run_child(self, kind: Kind, group: Sequence[Fragment]) -> dict[Target, Sent]:
         resume, finish = kind
-        seconds = self._deadline.left
-        result = run_sync(
+        result = self._uploader(kind).sync(
             [fragment.folder for fragment in group],
-            environment(self._server, Path(work), resume=resume, finish=finish, seconds=seconds),
-            Path(work),
-            jobs=self._jobs,
-            seconds=seconds,
-            held=self._held,
+            kind_environment(resume=resume, finish=finish),
+            self._deadline.left,
         )
         return {f.plan.target: self._sent(f.plan.target, result) for f in group}
 
@@ -252,21 +297,6 @@ class WandbSink:
         return Sent(_meaning(target, messages), messages)
 
 
-def _work_folder(parent: Path) -> Any:
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        # What a killed upload left behind is never sent again: a new plan makes a new fragment.
-        for left in parent.iterdir():
-            shutil.rmtree(left, ignore_errors=True)
-        return tempfile.TemporaryDirectory(dir=parent, ignore_cleanup_errors=True)
-    except OSError as error:
-        raise StateError(
-            f"cannot be written: {error.strerror}",
-            place=str(parent),
-            hint="Give a writable folder with free space: --state-dir DIR",
-        ) from error
-
-
 def _by_project(targets: Sequence[Target]) -> dict[tuple[str, str], list[Target]]:
     groups: dict[tuple[str, str], list[Target]] = {}
     for target in targets:
@@ -274,9 +304,9 @@ def _by_project(targets: Sequence[Target]) -> dict[tuple[str, str], list[Target]
     return groups
 
 
-def _by_kind(fragments: Sequence[Fragment]) -> dict[tuple[bool, bool], list[Fragment]]:
-    """Fragments by (resume, finish): what only the child's environment can say."""
-    groups: dict[tuple[bool, bool], list[Fragment]] = {}
+def _by_kind(fragments: Sequence[Fragment]) -> dict[Kind, list[Fragment]]:
+    """Fragments by what the child's environment must say."""
+    groups: dict[Kind, list[Fragment]] = {}
     for fragment in fragments:
         plan = fragment.plan
         kind = plan.action is not Action.REWIND, plan.state != "running"

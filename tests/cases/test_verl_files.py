@@ -1,0 +1,148 @@
+"""Cases from public reports: verl's own files."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from verl_logsync.testing.builders import write_verl_log
+
+
+def row(step, **more):
+    return step, {"actor/loss": step / 10, "timing_s/step": 10.0, **more}
+
+
+@pytest.mark.parametrize(("policy", "theirs"), [("last", 2), ("first", 1)])
+@pytest.mark.parametrize("memory", ["kept", "lost"])
+def test_c1_truncated_and_restarted(policy, theirs, memory, outputs, age, upload, one_run, server):
+    """C1: a log replaced at a restart deletes nothing: 0..40 stay, 51..60 come, 41..50 by policy."""
+    log = outputs / "grpo" / "qwen.jsonl"
+    write_verl_log(log, [row(s, attempt=1) for s in range(51)])
+    age(outputs, 5 * 3600)
+    upload.here(outputs)
+    assert len(one_run().rows) == 51
+    if memory == "lost":
+        upload.from_another_machine()
+    write_verl_log(log, [row(s, attempt=2) for s in range(41, 61)])
+    age(outputs)
+    result = upload.here(outputs, on_overlap=policy)
+    assert result.code == 0
+    rows = one_run().rows
+    assert [r["_step"] for r in rows] == list(range(61))
+    assert [r["attempt"] for r in rows] == [1] * 41 + [theirs] * 10 + [2] * 10
+    assert any("restart" in note for note in result.only["notes"])
+    lines = server.lines_received
+    assert upload.here(outputs, on_overlap=policy).rows_sent == 0
+    assert server.lines_received == lines
+
+
+def test_c2_cut_last_line(outputs, age, upload, one_run):
+    """C2: an unfinished last line is noted, no failure, and read when the writer completes it."""
+    log = write_verl_log(outputs / "grpo" / "qwen.jsonl", [row(s, a=s / 2) for s in range(7)])
+    with log.open("a") as stream:
+        stream.write('{"step": 7, "data": {"a": 0.')
+    age(outputs, seconds=600)
+    code, text = upload.text(outputs)
+    assert code == 0
+    assert "partial" in text and "line" in text and f"{log}:8" in text
+    assert [r["_step"] for r in one_run().rows] == list(range(7))
+    with log.open("a") as stream:
+        stream.write("5}}\n")
+    age(outputs, seconds=500)
+    again = upload.here(outputs)
+    assert (again.code, again.rows_sent) == (0, 1)
+    assert (one_run().rows[7]["_step"], one_run().rows[7]["a"]) == (7, 0.5)
+
+
+def test_c2_legacy_file(fixture_files, upload, one_run, outputs, age):
+    """C2: a file of verl 0.6 with NaN tokens and a cut last line gives all its whole rows."""
+    source = fixture_files / "verl_file/legacy_truncated/legacy_0.6_nan_tokens_truncated_tail.jsonl"
+    log = outputs / "grpo" / "old.jsonl"
+    log.parent.mkdir()
+    log.write_bytes(source.read_bytes())
+    age(outputs)
+    assert upload.here(outputs, verify="full").code == 0
+    whole = [json.loads(line) for line in source.read_text().splitlines()[:-1]]
+    rows = one_run().rows
+    assert [r["_step"] for r in rows] == [record["step"] for record in whole]
+    for got, record in zip(rows, whole, strict=True):
+        for key, value in record["data"].items():
+            assert got[key] == value or (got[key] != got[key] and value != value), key
+
+
+def test_c9_stats_without_history(offline_run, upload, outputs):
+    """C9: a run with system metrics and no rows says so, exits partial, names other sources."""
+    offline_run("rich_without_rows")
+    code, text = upload.text(outputs)
+    assert code == 3
+    assert "no history records in this run" in text
+    assert "JSONL" in text and "console" in text
+    assert "Traceback" not in text
+
+
+def test_c10_log_without_exit_and_jsonl_with_more(killed_run, outputs, age, upload, one_run):
+    """C10: a killed run's rows and the JSONL's unite; the run is interrupted, not failed."""
+    killed_run("killed_0_9")
+    write_verl_log(outputs / "grpo_arith" / "qwen_small_grpo.jsonl",
+                   [(s, {"attempt": 1, "actor/loss": s / 10, "timing_s/step": 10.0})
+                    for s in range(12)])
+    age(outputs)
+    code, text = upload.text(outputs)
+    run = one_run()
+    assert code == 0
+    assert run.id == "killed01"
+    assert [r["_step"] for r in run.rows] == list(range(12))
+    assert all(r["actor/loss"] == r["_step"] / 10 for r in run.rows)
+    assert all("critic/score/mean" in r for r in run.rows[:10])
+    assert run.state == "running" and "interrupted" in text
+    assert upload.here(outputs, final=True).code == 0
+    assert one_run().state == "finished"
+
+
+def test_c10_log_without_exit_alone(killed_run, outputs, age, upload, one_run):
+    """C10: told by nothing else, a run without exit record that is no longer written failed."""
+    killed_run("killed_0_9")
+    age(outputs)
+    assert upload.here(outputs).code == 0
+    assert (len(one_run().rows), one_run().state) == (10, "failed")
+
+
+@pytest.mark.parametrize(
+    "key", ["timing(s)/gen", "val-aux/x/reward/mean@1", "a key with spaces", "奖励/均值", "a.b/c.d",
+            "step", "data", "critic/score/mean "]
+)
+def test_c14_keys_are_unchanged(key, outputs, age, upload, one_run):
+    """C14: metric names with brackets, spaces, dots or unicode reach W&B unchanged."""
+    write_verl_log(outputs / "grpo" / "qwen.jsonl", [row(s, **{key: s + 0.5}) for s in (1, 2)])
+    age(outputs)
+    result = upload.here(outputs, verify="full")
+    assert (result.code, result.only["verified"]) == (0, True)
+    assert [r[key] for r in one_run().rows] == [1.5, 2.5]
+    assert one_run().summary[key] == 2.5
+
+
+def test_c16_nested_folders(offline_run, outputs, upload, one_run):
+    """C16: runs deep below the path are found, also where links make a circle."""
+    folder = offline_run("other_0_9", outputs / "a" / "b" / "c" / "wandb")
+    (outputs / "a" / "again").symlink_to(outputs, target_is_directory=True)
+    (outputs / "a" / "latest").symlink_to(folder, target_is_directory=True)
+    (outputs / "notes.log").write_text("nothing of interest\n")
+    code, text = upload.text(outputs, "--dry-run")
+    assert code == 0
+    assert "otherrun" in text and "10 rows" in text
+    assert "notes.log" in text and "not recognised" in text
+    assert upload.server.runs == []
+    assert upload.here(outputs).code == 0
+    assert [r["_step"] for r in one_run().rows] == list(range(10))
+
+
+def test_c16_too_deep(outputs, age, upload):
+    """C16: folders beyond the depth limit are named, with what to do."""
+    folder = outputs.joinpath(*(f"{n}" for n in range(40)))
+    write_verl_log(folder / "qwen.jsonl", [row(1), row(2)])
+    age(outputs)
+    code, text = upload.text(outputs, "--dry-run")
+    assert code == 0
+    assert "deeper than" in text and "Give this path itself" in text
+    assert "2 rows" in upload.text(folder, "--dry-run")[1]

@@ -1,0 +1,125 @@
+"""What an offline run holds besides metrics arrives once, however often it is uploaded."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from verl_logsync.transaction_log import Entry, read_records
+
+RUN_ID = "richrun1"
+IMAGE, TABLE = "media/images/val/", "media/table/val/"
+
+
+@pytest.fixture
+def records(offline_run, log_of):
+    """The folder of a rich run, its bytes, and its records."""
+    folder = offline_run("rich_0_29")
+    log = log_of(folder)
+    found = [entry for entry in read_records(log) if isinstance(entry, Entry)]
+    return log, log.read_bytes(), found
+
+
+@pytest.fixture
+def assert_complete(server, one_run, records):
+    """Everything is on the server, once."""
+    _, _, found = records
+    kinds = Counter(entry.kind for entry in found)
+    console = "".join(e.record.output_raw.line for e in found if e.kind == "output_raw")
+    versions = Counter(e.record.artifact.name for e in found if e.kind == "artifact")
+    assert sorted(versions.values()) == [1, 3]  # the notes, and a table at three steps
+    assert kinds["stats"] >= 3 and kinds["artifact"] == 4 and console.count("\n") == 30
+
+    def check():
+        run = one_run()
+        assert [row["_step"] for row in run.rows] == list(range(30))
+        assert len(run.events) == kinds["stats"]
+        assert len({str(event) for event in run.events}) == kinds["stats"]
+        texts = [line.rstrip("\n").split(" ", 1)[1] for line in run.logs]
+        assert texts == console.splitlines()
+        for row in run.rows[::10]:
+            assert row["val/generations"]["_type"] == "table-file"
+            assert row["val/picture"]["_type"] == "image-file"
+            assert row["response_length/hist"]["_type"] == "histogram"
+            for key in ("val/generations", "val/picture"):
+                assert row[key]["path"] in run.files
+        assert sum(name.startswith(IMAGE) for name in run.files) == 3
+        assert sum(name.startswith(TABLE) for name in run.files) == 3
+        assert Counter(a.name for a in server.artifacts) == versions
+        assert {a.state for a in server.artifacts} == {"COMMITTED"}
+        (notes,) = [a for a in server.artifacts if a.type == "dataset"]
+        assert notes.files == {"notes.txt": f"notes of {RUN_ID}".encode()}
+        assert run.state == "finished"
+        assert run.gaps == [] and run.overwrites == []
+
+    return check
+
+
+def test_media_console_and_system_metrics_arrive_once(
+    upload, outputs, assert_complete, server
+):
+    """System metrics, console lines, table, image, histogram and artifact arrive once."""
+    assert upload(outputs).code == 0
+    assert_complete()
+    assert upload.here(outputs).rows_sent == 0
+    upload.from_another_machine()
+    assert upload.here(outputs).rows_sent == 0
+    assert_complete()
+
+
+def test_they_arrive_once_over_two_appends(
+    records, upload, outputs, age, assert_complete, server, one_run
+):
+    """A run that is uploaded while it grows, in three parts, ends like one uploaded at once."""
+    log, whole, found = records
+    rows = [n for n, entry in enumerate(found) if entry.kind == "history"]
+    sent = []
+    for count in (8, 19):
+        end = found[rows[count] + 1].offset
+        log.write_bytes(whole[:end])
+        # Not fresh, not over: its newest row is complete, and it is still running.
+        age(outputs, seconds=600)
+        part = upload.here(outputs)
+        assert part.code == 0
+        sent.append(part.rows_sent)
+        assert one_run().state == "running"
+    log.write_bytes(whole)
+    last = upload.here(outputs)
+    assert last.code == 0
+    assert [*sent, last.rows_sent] == [9, 11, 10]
+    assert_complete()
+    assert upload.here(outputs).rows_sent == 0
+    assert_complete()
+
+
+def test_metric_definitions_survive_an_append(records, upload, outputs, age, one_run):
+    """An append does not wipe the metric definitions that the first upload brought."""
+    log, whole, found = records
+    rows = [n for n, entry in enumerate(found) if entry.kind == "history"]
+    log.write_bytes(whole[: found[rows[8] + 1].offset])
+    age(outputs, seconds=600)
+    upload.here(outputs)
+    defined = one_run().raw_config["_wandb"]["value"]["m"]
+    assert len(defined) >= 2
+    log.write_bytes(whole)
+    upload.here(outputs)
+    assert one_run().raw_config["_wandb"]["value"]["m"] == defined
+
+
+def test_a_resumed_rich_run_keeps_both_consoles(upload, outputs, tmp_path, one_run):
+    """Console lines and system metrics of both attempts are there, once, in order."""
+    from verl_logsync.testing.builders import OfflineRun, make_offline_runs
+
+    make_offline_runs([
+        OfflineRun(outputs, "twice", range(10), 1, rich=True),
+        OfflineRun(outputs, "twice", range(6, 14), 2, rich=True, resume="allow"),
+    ])
+    result = upload(outputs)
+    assert result.code == 0
+    run = one_run()
+    assert [row["attempt"] for row in run.rows] == [1] * 6 + [2] * 8
+    texts = [line.rstrip("\n").split(" ", 1)[1] for line in run.logs]
+    assert texts == [f"step:{step} - attempt:1" for step in range(10)] + [
+        f"step:{step} - attempt:2" for step in range(6, 14)
+    ]
