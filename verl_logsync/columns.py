@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -117,8 +117,13 @@ class TableBuilder:
     def __len__(self) -> int:
         return self._count
 
-    def add(self, row: Mapping[str, Any], *, only_numbers: bool = False) -> None:
-        """Append a row. `only_numbers` promises that no value is a boolean.
+    def add(self, row: Mapping[str, Any], *, exactly: bool = True) -> None:
+        """Append a row.
+
+        Args:
+            row: the values by key.
+            exactly: check every number for its size. Without it rows are added twice as fast,
+                and `rounded` tells afterwards whether that cost digits.
 
         Raises:
             ValueError: a value is nested too deeply; nothing was added.
@@ -128,15 +133,12 @@ class TableBuilder:
         if layout is None or layout.keys != keys:
             layout = self._layouts.get(keys) or self._layouts.setdefault(keys, _Layout(keys))
             self._latest = layout
-        layout.add(self._count, row, only_numbers)
+        layout.add(self._count, row.values(), exactly)
         self._count += 1
 
     @property
     def rounded(self) -> bool:
-        """Whether a number added with `only_numbers` may have been an integer beyond 2^53.
-
-        Such rows must be added again without that promise, which keeps every digit.
-        """
+        """Whether a number that was not checked may have been an integer beyond 2^53."""
         return any(layout.rounded for layout in self._layouts.values())
 
     def columns(self) -> dict[str, pa.Array]:
@@ -163,9 +165,8 @@ class _Layout:
         self._pack = struct.Struct(f"{len(keys)}d").pack
         self._packed = bytearray()
 
-    def add(self, index: int, row: Mapping[str, Any], only_numbers: bool) -> None:
-        values = row.values()
-        packed = self._packed_fast(values) if only_numbers else None
+    def add(self, index: int, values: Collection[Any], exactly: bool) -> None:
+        packed = None if exactly else self._packed_fast(values)
         if packed is None:
             odd = {p: to_json(v) for p, v in enumerate(values) if not _is_number(v)}
             packed = self._pack(*(v if _is_number(v) else math.nan for v in values))
@@ -176,7 +177,10 @@ class _Layout:
         self.rows.append(index)
         self._packed += packed
 
-    def _packed_fast(self, values: Iterable[Any]) -> bytes | None:
+    def _packed_fast(self, values: Collection[Any]) -> bytes | None:
+        """The numbers as they are; None when other values are among them."""
+        if bool in map(type, values):
+            return None
         try:
             packed: bytes = self._pack(*values)
         except (struct.error, OverflowError):
@@ -193,7 +197,8 @@ class _Layout:
         return bool(np.any((numbers >= EXACT) & np.isfinite(numbers)))
 
     def freeze(self) -> None:
-        self.matrix = np.frombuffer(bytes(self._packed)).reshape(len(self.rows), len(self.keys))
+        packed = np.frombuffer(self._packed).reshape(len(self.rows), len(self.keys))
+        self.matrix = np.ascontiguousarray(packed.T)
         self.indices = np.asarray(self.rows, dtype=np.int64)
 
 
@@ -204,12 +209,15 @@ def _is_number(value: object) -> bool:
 
 
 def _column(count: int, places: Sequence[tuple[_Layout, int]]) -> pa.Array:
+    if len(places) == 1 and len(places[0][0].rows) == count:
+        layout, position = places[0]
+        return _full_column(layout, position)
     numbers = np.full(count, np.nan)
     present = np.zeros(count, dtype=bool)
     odd: dict[int, str] = {}
     integral = True
     for layout, position in places:
-        numbers[layout.indices] = layout.matrix[:, position]
+        numbers[layout.indices] = layout.matrix[position]
         present[layout.indices] = True
         odd.update(layout.odd.get(position, {}))
         integral = integral and layout.integral[position]
@@ -219,6 +227,16 @@ def _column(count: int, places: Sequence[tuple[_Layout, int]]) -> pa.Array:
         whole = np.where(present, numbers, 0).astype(np.int64)
         return pa.array(whole, mask=~present if not present.all() else None)
     return pa.array(numbers, mask=~present if not present.all() else None)
+
+
+def _full_column(layout: _Layout, position: int) -> pa.Array:
+    """A column of rows that all have the same keys."""
+    numbers = layout.matrix[position]
+    if position in layout.odd:
+        return _odd_column(numbers, np.ones(len(numbers), dtype=bool), layout.odd[position])
+    if layout.integral[position] and _is_integral(numbers):
+        return pa.array(numbers.astype(np.int64))
+    return pa.array(numbers)
 
 
 def _is_integral(numbers: np.ndarray[Any, np.dtype[np.float64]]) -> bool:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import orjson
 
@@ -16,8 +15,7 @@ from verl_logsync.errors import UnreadableInput
 LONGEST_LINE: Final = 16 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """One line: its bytes without the line end, where it starts, and whether it had an end."""
 
     number: int

@@ -14,7 +14,7 @@ from verl_logsync.testing.builders import write_verl_log
 LENGTHS = [("first_0_29", "second_20_49", 20), ("first_0_39", "second_30_49", 30)]
 
 
-def row(step, **more):
+def row(step, /, **more):
     return step, {"actor/loss": step / 10, "timing_s/step": 10.0, **more}
 
 

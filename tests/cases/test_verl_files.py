@@ -9,7 +9,7 @@ import pytest
 from verl_logsync.testing.builders import write_verl_log
 
 
-def row(step, **more):
+def row(step, /, **more):
     return step, {"actor/loss": step / 10, "timing_s/step": 10.0, **more}
 
 
@@ -96,7 +96,8 @@ def test_c10_log_without_exit_and_jsonl_with_more(killed_run, outputs, age, uplo
     assert all(r["actor/loss"] == r["_step"] / 10 for r in run.rows)
     assert all("critic/score/mean" in r for r in run.rows[:10])
     assert run.state == "running" and "interrupted" in text
-    assert upload.here(outputs, final=True).code == 0
+    final = upload.here(outputs, final=True)
+    assert final.code == 0, final.only
     assert one_run().state == "finished"
 
 

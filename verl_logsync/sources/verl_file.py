@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
-from verl_logsync.columns import STEP, TableBuilder
+from verl_logsync.columns import AXES, STEP, TableBuilder
 from verl_logsync.errors import NotALog
 from verl_logsync.interfaces import Candidate
 from verl_logsync.jsonlines import LONGEST_LINE, Line, parse_line, read_lines
@@ -84,9 +84,8 @@ class _Rows:
         if line.too_long:
             self._skip(line, SkipReason.TOO_LONG, f"longer than {LONGEST_LINE >> 20} MiB")
             return
-        data = line.data
         try:
-            record = parse_line(data)
+            record = parse_line(line.data)
             step, values = record["step"], record["data"]
         except ValueError as error:
             self._broken(line, str(error))
@@ -97,11 +96,10 @@ class _Rows:
         if type(step) is not int or type(values) is not dict or not 0 <= step < 2**63:
             self._skip(line, SkipReason.NO_STEP, f"step is {str(step)[:40]!r}")
             return
-        if any(axis in values for axis in ("_step", "_timestamp", "_runtime")):
-            values = {key: value for key, value in values.items() if not _is_axis(key)}
-        fast = not self._exactly and b"true" not in data and b"false" not in data
+        if "_step" in values or "_timestamp" in values or "_runtime" in values:
+            values = {key: value for key, value in values.items() if key not in AXES}
         try:
-            self._builder.add(values, only_numbers=fast)
+            self._builder.add(values, exactly=self._exactly)
         except ValueError as error:
             self._skip(line, SkipReason.MALFORMED, str(error))
             return
@@ -139,10 +137,6 @@ class _Rows:
             for reason, count in self._more.items()
         )
         return Reading(pa.table(columns | self._builder.columns()), (*self._skips, *more))
-
-
-def _is_axis(key: str) -> bool:
-    return key in ("_step", "_timestamp", "_runtime")
 
 
 def _look(place: str, line: Line) -> str:
