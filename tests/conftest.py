@@ -61,8 +61,9 @@ class Uploaded:
     @property
     def skipped(self) -> dict[str, str]:
         """Reason by file name."""
-        return {Path(s["place"].split(" (byte")[0]).name: s["reason"]
-                for s in self.report["skipped"]}
+        return {
+            Path(s["place"].split(" (byte")[0]).name: s["reason"] for s in self.report["skipped"]
+        }
 
 
 class Uploader:
@@ -79,11 +80,21 @@ class Uploader:
         self._patch = patch
 
     def env(self, **more: str) -> dict[str, str]:
-        kept = {k: v for k, v in os.environ.items()
-                if not k.startswith(("WANDB", "VERL_LOGSYNC", "XDG_", "HTTP_PROXY", "HTTPS_PROXY"))}
-        return {**kept, **self.server.env(), "HOME": str(self.home), "NO_PROXY": "127.0.0.1",
-                "VERL_LOGSYNC_STATE_DIR": str(self.state_dir), "PYTHONPATH": str(REPOSITORY),
-                "PYTHONDONTWRITEBYTECODE": "1", **more}
+        kept = {
+            k: v
+            for k, v in os.environ.items()
+            if not k.startswith(("WANDB", "VERL_LOGSYNC", "XDG_", "HTTP_PROXY", "HTTPS_PROXY"))
+        }
+        return {
+            **kept,
+            **self.server.env(),
+            "HOME": str(self.home),
+            "NO_PROXY": "127.0.0.1",
+            "VERL_LOGSYNC_STATE_DIR": str(self.state_dir),
+            "PYTHONPATH": str(REPOSITORY),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            **more,
+        }
 
     def command(self, *arguments: Any, verb: str = "upload") -> list[str]:
         return [sys.executable, "-m", "verl_logsync", verb, *map(str, arguments)]
@@ -91,8 +102,13 @@ class Uploader:
     def start(self, *arguments: Any, **more: str) -> subprocess.Popen[str]:
         """The program as the leader of a process group of its own, still running."""
         return subprocess.Popen(
-            self.command(*arguments), env=self.env(**more), cwd=self.home, text=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            self.command(*arguments),
+            env=self.env(**more),
+            cwd=self.home,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
         )
 
@@ -103,9 +119,7 @@ class Uploader:
         done = self._run(self.command(*arguments, verb=verb), user, seconds)
         return done.returncode, done.stdout + done.stderr
 
-    def __call__(
-        self, *arguments: Any, user: int | None = None, seconds: float = 120
-    ) -> Uploaded:
+    def __call__(self, *arguments: Any, user: int | None = None, seconds: float = 120) -> Uploaded:
         done = self._run(self.command(*arguments, "--json"), user, seconds)
         assert "Traceback" not in done.stderr + done.stdout, done.stderr
         try:
@@ -118,8 +132,15 @@ class Uploader:
         self, command: Sequence[str], user: int | None, seconds: float
     ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            command, env=self.env(), cwd=self.home, capture_output=True, text=True, user=user,
-            stdin=subprocess.DEVNULL, timeout=seconds, check=False,
+            command,
+            env=self.env(),
+            cwd=self.home,
+            capture_output=True,
+            text=True,
+            user=user,
+            stdin=subprocess.DEVNULL,
+            timeout=seconds,
+            check=False,
             extra_groups=None if user is None else [],
         )
 
@@ -152,9 +173,7 @@ def server() -> Iterator[LoopbackServer]:
 
 
 @pytest.fixture
-def upload(
-    server: LoopbackServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Uploader:
+def upload(server: LoopbackServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Uploader:
     home = tmp_path / "home"
     home.mkdir()
     return Uploader(server, home, monkeypatch)
@@ -239,7 +258,12 @@ def other_user() -> int | None:
     tried = subprocess.run(
         [sys.executable, "-c", "import verl_logsync.api, wandb"],
         env={"PYTHONPATH": str(REPOSITORY), "PATH": os.environ["PATH"], "HOME": "/"},
-        user=NOBODY, extra_groups=[], cwd="/", capture_output=True, text=True, check=False,
+        user=NOBODY,
+        extra_groups=[],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if tried.returncode != 0:
         pytest.skip(f"another user cannot run this Python: {tried.stderr[-300:]}")
@@ -283,8 +307,14 @@ def _killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[dict[st
     yesterday = time.time() - DAY - 5 * 3600
     specs = [
         OfflineRun(folder / "killed_0_9", "killed01", range(10), start=LONG_AGO, finish=False),
-        OfflineRun(folder / "killed_five_hours", "killed02", range(1, 301), start=yesterday,
-                   step_seconds=60.0, finish=False),
+        OfflineRun(
+            folder / "killed_five_hours",
+            "killed02",
+            range(1, 301),
+            start=yesterday,
+            step_seconds=60.0,
+            finish=False,
+        ),
     ]
 
     def make() -> dict[str, Path]:

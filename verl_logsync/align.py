@@ -358,6 +358,12 @@ def _notes(rows: _Rows, superseded: _Bools, history: History) -> list[str]:
         steps = np.unique(rows.steps[superseded])
         count = int(superseded.sum())
         notes.append(f"{count} rows superseded at steps {_span(steps)}")
+        tail = steps[steps > (history.last_step if history.last_step is not None else -1)]
+        if len(tail):
+            notes.append(
+                f"steps {_span(tail)} are a rolled-back tail: an earlier attempt computed them, "
+                "the later one did not reach them. They are dropped; --keep-tail keeps them"
+            )
     gaps = missing_steps(history.steps)
     if gaps:
         notes.append(f"no rows for steps {gaps}")

@@ -28,8 +28,8 @@ class Clocked:
     """Readings whose rows have times.
 
     `pins` hold what a first upload settled on, so that later rows continue the same clock: by
-    a file's head digest its estimated start (seconds since 1970), by `DIGEST:before` the active
-    seconds of the attempts before it. `started_at` is the run's first start.
+    a file's head digest its estimated start (seconds since 1970), by `DIGEST:after:DIGESTS`
+    the active seconds of the attempts before it. `started_at` is the run's first start.
     """
 
     attempts: tuple[AttemptReading, ...]
@@ -51,19 +51,29 @@ def set_clocks(attempts: Sequence[AttemptReading], pins: Mapping[str, float]) ->
         next_start = min(next_start, _start_of(with_times) or next_start)
     done: list[AttemptReading] = []
     active = 0.0
+    before: list[str] = []
     for attempt in timed:
-        active = _pinned_active(attempt, active, pins, pinned)
+        active = _pinned_active(attempt, active, before, pins, pinned)
+        before.extend(f.facts.head_digest for f, _ in attempt.readings)
         done.append(_shifted(attempt, active))
         active += _active_seconds(attempt)
     return Clocked(tuple(done), _overall(kinds), pinned, _first_start(done))
 
 
 def _pinned_active(
-    attempt: AttemptReading, active: float, pins: Mapping[str, float], pinned: dict[str, float]
+    attempt: AttemptReading,
+    active: float,
+    before: Sequence[str],
+    pins: Mapping[str, float],
+    pinned: dict[str, float],
 ) -> float:
-    """The active seconds before an attempt, as an earlier upload counted them."""
+    """The active seconds before an attempt, as an earlier upload counted them.
+
+    That count does not hold any more when files of an earlier attempt turn up later.
+    """
+    known = "+".join(sorted(filter(None, before)))
     keys = sorted(
-        f"{f.facts.head_digest}:before" for f, _ in attempt.readings if f.facts.head_digest
+        f"{f.facts.head_digest}:after:{known}" for f, _ in attempt.readings if f.facts.head_digest
     )
     active = next((pins[key] for key in keys if key in pins), active)
     pinned.update((key, active) for key in keys)

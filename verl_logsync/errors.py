@@ -10,7 +10,6 @@
     │   └── OverlapRefused                   attempts overlap and --on-overlap is "error"
     ├── RefusedByServer             exit 3   the server answered, and will not take this run
     │   └── RunDeleted                       its run id was deleted on the server
-    ├── NotVerified                 exit 4   sent, but the read-back does not agree
     ├── AuthError                   exit 5   no key, a wrong key, or no permission
     ├── Unreachable                 exit 6   retryable: network or server down, or too slow
     ├── Locked                      exit 7   retryable: another upload uses this state
@@ -96,12 +95,6 @@ class RefusedByServer(LogsyncError):
 
 class RunDeleted(RefusedByServer):
     """The run id was deleted on the server, which never takes it again."""
-
-
-class NotVerified(LogsyncError):
-    """Rows were sent, but reading them back does not agree."""
-
-    exit_code = ExitCode.NOT_VERIFIED
 
 
 class AuthError(LogsyncError):

@@ -479,6 +479,7 @@ class UploadPlan:
     branch_step: int | None
     extra: PassThrough
     summary: Mapping[str, Any]
+    sends_summary: bool
     config: Mapping[str, Any]
     marker: Marker
     state: RunState

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from verl_logsync.assemble import Surroundings, summarise
 from verl_logsync.columns import AXES, STEP, TableBuilder
-from verl_logsync.digests import overall_digest, row_digests
+from verl_logsync.digests import canonical, overall_digest, row_digests
 from verl_logsync.model import (
     Action,
     Confirmed,
@@ -323,6 +323,7 @@ def _filled(
         branch_step=branch,
         extra=extra,
         summary=summary,
+        sends_summary=_sends_summary(situation, first_row, summary),
         config=situation.around.config,
         marker=marker,
         state=ready.state,
@@ -333,6 +334,21 @@ def _filled(
         notes=(*notes, *ready.notes),
     )
     return replace(plan, expect=_expectation(situation, relation, plan))
+
+
+def _sends_summary(situation: Situation, first_row: int, summary: Mapping[str, Any]) -> bool:
+    """Whether the summary must go along.
+
+    Without rows the uploader sends it without its `_step`, so then only when it changed.
+    """
+    remote = situation.remote
+    if remote is None or first_row < len(situation.history):
+        return True
+    return any(
+        canonical(value) != canonical(remote.summary.get(key))
+        for key, value in summary.items()
+        if key not in (STEP, "_wandb") and not isinstance(value, dict)
+    )
 
 
 _NO_EXPECTATION: Final = Expectation(0, 0, 0, None, {}, None, "running")

@@ -40,8 +40,10 @@ def test_a1_overlapping_fragments(
 
 def test_a2_four_fragments_in_random_order(offline_run, upload, outputs, one_run):
     """A2: four fragments in four folders, named in any order, are one run ordered by start."""
-    quarters = [offline_run(f"quarter_{n}", outputs / name / "wandb")
-                for n, name in enumerate(("c", "a", "d", "b"))]
+    quarters = [
+        offline_run(f"quarter_{n}", outputs / name / "wandb")
+        for n, name in enumerate(("c", "a", "d", "b"))
+    ]
     shuffled = [quarters[n].parent.parent for n in (2, 0, 3, 1)]
     result = upload(*shuffled)
     assert result.code == 0
@@ -82,13 +84,18 @@ def test_a6_steps_go_back_inside_a_file(went_back, upload, one_run):
     assert code == 0
     assert "2 rows superseded at steps 3-4" in text
     assert [(r["_step"], r["n"]) for r in one_run().rows] == [
-        (0, 0), (1, 1), (2, 2), (3, 5), (4, 6), (5, 7)
+        (0, 0),
+        (1, 1),
+        (2, 2),
+        (3, 5),
+        (4, 6),
+        (5, 7),
     ]
 
 
 @pytest.mark.parametrize(
-    ("policy", "kept"), [("last", [0, 1, 2, 5, 6, 7]), ("first", [0, 1, 2, 3, 4, 7]),
-                         ("both", [0, 1, 2, 5, 6, 7])]
+    ("policy", "kept"),
+    [("last", [0, 1, 2, 5, 6, 7]), ("first", [0, 1, 2, 3, 4, 7]), ("both", [0, 1, 2, 5, 6, 7])],
 )
 def test_a6_policies(policy, kept, went_back):
     """A6: `--on-overlap` says whose row stays; with both the other one stays beside it."""
@@ -152,10 +159,11 @@ def test_a12_keep_tail(rolled_back, upload, one_run):
 @pytest.mark.parametrize(("policy", "accuracy"), [("last", 0.41), ("first", 0.4)])
 def test_a14_validation_before_training_on_resume(policy, accuracy, outputs, age, upload, one_run):
     """A14: a validation-only record at the resume step erases nothing of that step."""
-    write_verl_log(outputs / "grpo" / "qwen.jsonl.1",
-                   [row(s) for s in range(1, 20)] + [(20, {"actor/loss": 1, "val-core/x": 0.4})])
-    write_verl_log(outputs / "grpo" / "qwen.jsonl",
-                   [(20, {"val-core/x": 0.41}), row(21), row(22)])
+    write_verl_log(
+        outputs / "grpo" / "qwen.jsonl.1",
+        [row(s) for s in range(1, 20)] + [(20, {"actor/loss": 1, "val-core/x": 0.4})],
+    )
+    write_verl_log(outputs / "grpo" / "qwen.jsonl", [(20, {"val-core/x": 0.41}), row(21), row(22)])
     age(outputs)
     assert upload.here(outputs, on_overlap=policy).code == 0
     rows = one_run().rows

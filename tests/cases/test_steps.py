@@ -8,11 +8,14 @@ from verl_logsync.testing.builders import write_verl_log
 
 def test_b1_train_and_validation_records_of_one_step(outputs, age, upload, one_run):
     """B1: a train and a validation record of step 50 are one row with the keys of both."""
-    write_verl_log(outputs / "grpo" / "qwen.jsonl", [
-        (49, {"actor/loss": 0.5}),
-        (50, {"actor/loss": 0.25}),
-        (50, {"val-core/x/acc/mean@1": 0.75}),
-    ])
+    write_verl_log(
+        outputs / "grpo" / "qwen.jsonl",
+        [
+            (49, {"actor/loss": 0.5}),
+            (50, {"actor/loss": 0.25}),
+            (50, {"val-core/x/acc/mean@1": 0.75}),
+        ],
+    )
     age(outputs)
     result = upload.here(outputs)
     assert result.code == 0
@@ -41,15 +44,19 @@ def test_b1_several_records_a_step_of_a_fully_async_trainer(fixture_files):
 
 def test_b6_step_0_has_validation_keys_only(outputs, age, upload, one_run):
     """B6: a validation before training is a row of step 0 with its keys and no others."""
-    write_verl_log(outputs / "grpo" / "qwen.jsonl", [
-        (0, {"val-core/x/acc/mean@1": 0.1, "val-aux/x/reward/mean@1": 0.2}),
-        (1, {"actor/loss": 0.5, "timing_s/step": 10.0}),
-        (2, {"actor/loss": 0.4, "timing_s/step": 10.0, "val-core/x/acc/mean@1": 0.3}),
-    ])
+    write_verl_log(
+        outputs / "grpo" / "qwen.jsonl",
+        [
+            (0, {"val-core/x/acc/mean@1": 0.1, "val-aux/x/reward/mean@1": 0.2}),
+            (1, {"actor/loss": 0.5, "timing_s/step": 10.0}),
+            (2, {"actor/loss": 0.4, "timing_s/step": 10.0, "val-core/x/acc/mean@1": 0.3}),
+        ],
+    )
     age(outputs)
     assert upload.here(outputs).code == 0
-    rows = [{k: v for k, v in r.items() if k not in ("_timestamp", "_runtime")}
-            for r in one_run().rows]
+    rows = [
+        {k: v for k, v in r.items() if k not in ("_timestamp", "_runtime")} for r in one_run().rows
+    ]
     assert rows[0] == {"_step": 0, "val-core/x/acc/mean@1": 0.1, "val-aux/x/reward/mean@1": 0.2}
     assert rows[1] == {"_step": 1, "actor/loss": 0.5, "timing_s/step": 10}
     assert len(rows) == 3

@@ -84,9 +84,10 @@ def test_c9_stats_without_history(offline_run, upload, outputs):
 def test_c10_log_without_exit_and_jsonl_with_more(killed_run, outputs, age, upload, one_run):
     """C10: a killed run's rows and the JSONL's unite; the run is interrupted, not failed."""
     killed_run("killed_0_9")
-    write_verl_log(outputs / "grpo_arith" / "qwen_small_grpo.jsonl",
-                   [(s, {"attempt": 1, "actor/loss": s / 10, "timing_s/step": 10.0})
-                    for s in range(12)])
+    write_verl_log(
+        outputs / "grpo_arith" / "qwen_small_grpo.jsonl",
+        [(s, {"attempt": 1, "actor/loss": s / 10, "timing_s/step": 10.0}) for s in range(12)],
+    )
     age(outputs)
     code, text = upload.text(outputs)
     run = one_run()
@@ -110,8 +111,17 @@ def test_c10_log_without_exit_alone(killed_run, outputs, age, upload, one_run):
 
 
 @pytest.mark.parametrize(
-    "key", ["timing(s)/gen", "val-aux/x/reward/mean@1", "a key with spaces", "奖励/均值", "a.b/c.d",
-            "step", "data", "critic/score/mean "]
+    "key",
+    [
+        "timing(s)/gen",
+        "val-aux/x/reward/mean@1",
+        "a key with spaces",
+        "奖励/均值",
+        "a.b/c.d",
+        "step",
+        "data",
+        "critic/score/mean ",
+    ],
 )
 def test_c14_keys_are_unchanged(key, outputs, age, upload, one_run):
     """C14: metric names with brackets, spaces, dots or unicode reach W&B unchanged."""

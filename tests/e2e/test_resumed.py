@@ -102,8 +102,10 @@ def test_unrelated_names_stay_two_runs_and_the_hint_merges_them(place, upload, s
     code, text = upload.text(files)
     assert code == 0
     steps = {run.name: [row["_step"] for row in run.rows] for run in server.runs}
-    assert steps == {"session1_steps0-33": list(range(34)),
-                     "session2_resumed_from_20": list(range(20, 41))}
+    assert steps == {
+        "session1_steps0-33": list(range(34)),
+        "session2_resumed_from_20": list(range(20, 41)),
+    }
     hints = [line for line in text.splitlines() if "--run" in line]
     assert hints, text
     assert "session1_steps0-33" in hints[0] and "resumed attempt" in hints[0]
@@ -265,9 +267,7 @@ def test_two_offline_folders_of_one_id(second_name, offline_run, upload, outputs
     assert (upload.here(outputs).rows_sent, len(one_run().rows)) == (0, 50)
 
 
-def test_two_offline_folders_uploaded_one_after_the_other(
-    offline_run, upload, outputs, one_run
-):
+def test_two_offline_folders_uploaded_one_after_the_other(offline_run, upload, outputs, one_run):
     """The same rows and the same clock when the second folder comes after the first's upload."""
     first = offline_run("first_0_29")
     upload.here(outputs)

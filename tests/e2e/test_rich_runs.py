@@ -56,9 +56,7 @@ def assert_complete(server, one_run, records):
     return check
 
 
-def test_media_console_and_system_metrics_arrive_once(
-    upload, outputs, assert_complete, server
-):
+def test_media_console_and_system_metrics_arrive_once(upload, outputs, assert_complete, server):
     """System metrics, console lines, table, image, histogram and artifact arrive once."""
     assert upload(outputs).code == 0
     assert_complete()
@@ -111,10 +109,12 @@ def test_a_resumed_rich_run_keeps_both_consoles(upload, outputs, tmp_path, one_r
     """Console lines and system metrics of both attempts are there, once, in order."""
     from verl_logsync.testing.builders import OfflineRun, make_offline_runs
 
-    make_offline_runs([
-        OfflineRun(outputs, "twice", range(10), 1, rich=True),
-        OfflineRun(outputs, "twice", range(6, 14), 2, rich=True, resume="allow"),
-    ])
+    make_offline_runs(
+        [
+            OfflineRun(outputs, "twice", range(10), 1, rich=True),
+            OfflineRun(outputs, "twice", range(6, 14), 2, rich=True, resume="allow"),
+        ]
+    )
     result = upload(outputs)
     assert result.code == 0
     run = one_run()

@@ -65,7 +65,7 @@ def _upload(logs: Path, settings: Settings) -> int:
 
 
 def _show(server: Any) -> None:
-    for run in server.runs:
+    for run in sorted(server.runs, key=lambda run: (run.project, run.name)):
         steps = [row["_step"] for row in run.rows]
         click.echo(
             f"  {run.project}/{run.name}: {len(run.rows)} rows, steps {steps[0]}..{steps[-1]}, "

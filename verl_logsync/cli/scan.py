@@ -37,7 +37,7 @@ def scan(paths: tuple[Path, ...], as_json: bool, **options: Any) -> int:
 
 def _print_text(found: Any, loaded: Any) -> None:
     from verl_logsync.errors import LogsyncError
-    from verl_logsync.reports.text import error_lines, run_lines, skip_lines
+    from verl_logsync.reports.text import counted, error_lines, run_lines, skip_lines
 
     for run, result in loaded:
         if isinstance(result, LogsyncError):
@@ -52,7 +52,8 @@ def _print_text(found: Any, loaded: Any) -> None:
             click.echo(line)
     for line in skip_lines(found.skips):
         click.echo(line)
-    click.echo(f"{len(found.runs)} runs, {len(found.skips)} files left out")
+    left_out = counted(len(found.skips), "path")
+    click.echo(f"{counted(len(found.runs), 'run')}, {left_out} left out")
 
 
 def _print_json(found: Any, loaded: Any) -> None:

@@ -49,17 +49,18 @@ def _what(outcome: Outcome) -> str:
         return "failed"
     action = outcome.action or Action.NOTHING
     if action is Action.NOTHING:
-        return f"up to date: {_rows(outcome.rows_total)}, {outcome.state}"
+        return f"up to date: {counted(outcome.rows_total, 'row')}, {outcome.state}"
     sent = outcome.rows_sent or outcome.rows_planned
     verb = "sent" if outcome.rows_sent or not outcome.rows_planned else "to send"
-    text = f"{action.value}: {_rows(sent)} {verb} of {outcome.rows_total}, {outcome.state}"
+    text = f"{action.value}: {counted(sent, 'row')} {verb} of {outcome.rows_total}, {outcome.state}"
     if outcome.verdict is not None:
         text += ", verified" if outcome.verdict.agrees else ", NOT verified"
     return f"{text}  {outcome.url}".rstrip()
 
 
-def _rows(count: int) -> str:
-    return f"{count} row" if count == 1 else f"{count} rows"
+def counted(count: int, thing: str) -> str:
+    """`1 row`, `2 rows`."""
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
 def error_lines(error: LogsyncError) -> Iterator[str]:
@@ -107,8 +108,8 @@ def report_lines(report: Report) -> Iterator[str]:
         return
     rows = sum(outcome.rows_sent for outcome in report.outcomes)
     bad = sum(int(outcome.exit_code) != 0 for outcome in report.outcomes)
-    text = f"{len(report.outcomes)} runs, {rows} rows sent"
-    yield f"{text}, {bad} need attention" if bad else text
+    text = f"{counted(len(report.outcomes), 'run')}, {counted(rows, 'row')} sent"
+    yield f"{text}, {bad} with something to look at" if bad else text
 
 
 def _looked_at(catalog: Catalog) -> str:

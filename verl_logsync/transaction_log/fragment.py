@@ -104,7 +104,8 @@ def payloads(plan: UploadPlan, entity: str) -> Iterator[bytes]:
     for line in plan.extra.console:
         yield encode_record(_console_record(pb, line))
     yield from history_payloads(plan.history, plan.first_row)
-    yield encode_record(_summary_record(pb, plan.summary))
+    if plan.sends_summary:
+        yield encode_record(_summary_record(pb, plan.summary))
     if plan.state != "running":
         record = pb.Record()
         record.exit.exit_code = plan.exit_code
