@@ -51,18 +51,17 @@ def _one_size(session: Session, rows: int, repeats: int) -> list[Line]:
             "a", f"{name}, against pandas.read_json", times["ours"], times["pandas"], at_least=5.0
         ),
     ]
-    if rows <= 2_000:
-        tables = in_turn(
-            {"ours": lambda: timed(ours), "pandas": lambda: timed(lambda: _as_table(path))}, 3
+    tables = in_turn(
+        {"ours": lambda: timed(ours), "pandas": lambda: timed(lambda: _as_table(path))}, 3
+    )
+    lines.append(
+        faster(
+            "a",
+            f"{name}, against read_json + json_normalize (a table too)",
+            tables["ours"],
+            tables["pandas"],
         )
-        lines.append(
-            faster(
-                "a",
-                f"{name}, against read_json + json_normalize (a table too)",
-                tables["ours"],
-                tables["pandas"],
-            )
-        )
+    )
     return lines
 
 

@@ -80,20 +80,26 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Median of the ratios of neighbours."""
-    return median(a / b for a, b in zip(ours, theirs, strict=True))
+def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """The ratios of neighbours, ascending."""
+    return sorted(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def _seconds(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    digits = 2 if median(ours) >= 0.1 else 4
+    return f"{median(ours):.{digits}f} s : {median(theirs):.{digits}f} s"
 
 
 def compared(
     bench: str, what: str, ours: Sequence[float], theirs: Sequence[float], *, at_most: float
 ) -> Line:
     """A line that says how many times as long ours takes as theirs."""
-    times = ratio(ours, theirs)
+    each = ratios(ours, theirs)
+    times = median(each)
     return Line(
         bench,
         what,
-        f"{times:.2f} times as long ({median(ours):.2f} s : {median(theirs):.2f} s)",
+        f"{times:.2f} times as long, {each[0]:.2f} to {each[-1]:.2f} ({_seconds(ours, theirs)})",
         f"at most {at_most:g} times",
         times <= at_most,
     )
@@ -108,11 +114,12 @@ def faster(
     at_least: float | None = None,
 ) -> Line:
     """A line that says how many times faster ours is than theirs."""
-    times = ratio(theirs, ours)
+    each = ratios(theirs, ours)
+    times = median(each)
     return Line(
         bench,
         what,
-        f"{times:.1f} times faster ({median(ours):.2f} s : {median(theirs):.2f} s)",
+        f"{times:.1f} times faster, {each[0]:.1f} to {each[-1]:.1f} ({_seconds(ours, theirs)})",
         f"at least {at_least:g} times" if at_least else "",
         times >= at_least if at_least else None,
     )

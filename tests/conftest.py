@@ -26,7 +26,6 @@ from verl_logsync.testing.builders import OfflineRun, make_offline_runs
 
 REPOSITORY = Path(__file__).parents[1]
 FIXTURES = REPOSITORY / "fixtures"
-NOBODY = 65534
 #: One training job that ran long ago, its second attempt a day later.
 LONG_AGO = 1_750_000_000.0
 DAY = 86_400.0
@@ -70,7 +69,7 @@ class Uploader:
     """Runs `verl-logsync upload` against one server, with an environment of its own.
 
     Calling it runs the command line in a process; `here` runs the same upload inside the
-    tests, which is faster.
+    tests, which is faster. With `powers=False` permissions count for root too.
     """
 
     def __init__(self, server: LoopbackServer, home: Path, patch: pytest.MonkeyPatch) -> None:
@@ -113,14 +112,14 @@ class Uploader:
         )
 
     def text(
-        self, *arguments: Any, verb: str = "upload", user: int | None = None, seconds: float = 120
+        self, *arguments: Any, verb: str = "upload", powers: bool = True, seconds: float = 120
     ) -> tuple[int, str]:
         """Exit code and everything printed, as a person sees it."""
-        done = self._run(self.command(*arguments, verb=verb), user, seconds)
+        done = self._run(self.command(*arguments, verb=verb), powers, seconds)
         return done.returncode, done.stdout + done.stderr
 
-    def __call__(self, *arguments: Any, user: int | None = None, seconds: float = 120) -> Uploaded:
-        done = self._run(self.command(*arguments, "--json"), user, seconds)
+    def __call__(self, *arguments: Any, powers: bool = True, seconds: float = 120) -> Uploaded:
+        done = self._run(self.command(*arguments, "--json"), powers, seconds)
         assert "Traceback" not in done.stderr + done.stdout, done.stderr
         try:
             report = json.loads(done.stdout)
@@ -129,19 +128,17 @@ class Uploader:
         return Uploaded(done.returncode, report, done.stdout, done.stderr)
 
     def _run(
-        self, command: Sequence[str], user: int | None, seconds: float
+        self, command: Sequence[str], powers: bool, seconds: float
     ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            command,
+            command if powers else _without_powers(command),
             env=self.env(),
             cwd=self.home,
             capture_output=True,
             text=True,
-            user=user,
             stdin=subprocess.DEVNULL,
             timeout=seconds,
             check=False,
-            extra_groups=None if user is None else [],
         )
 
     def here(self, *paths: Path, **settings: Any) -> Uploaded:
@@ -238,36 +235,33 @@ def age() -> Callable[..., None]:
     return make_old
 
 
-@pytest.fixture
-def public_dir() -> Iterator[Path]:
-    """A folder that other users can reach; pytest's own cannot be entered by them."""
-    with tempfile.TemporaryDirectory(prefix="verl-logsync-tests-") as name:
-        folder = Path(name)
-        folder.chmod(0o777)
-        yield folder
+# Root may read and write everything; without these two capabilities permissions count for it too.
+_DROP_POWERS = """
+import ctypes, os, sys
+for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+    if ctypes.CDLL(None).prctl(24, capability, 0, 0, 0) != 0:
+        sys.exit("cannot drop capabilities")
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def _without_powers(command: Sequence[str]) -> list[str]:
+    if os.geteuid() != 0:
+        return list(command)
+    return [sys.executable, "-c", _DROP_POWERS, *command]
 
 
 @pytest.fixture(scope="session")
-def other_user() -> int | None:
-    """Whom to run the program as where permissions must count: root ignores them.
-
-    None means that we are nobody special already.
-    """
-    if os.geteuid() != 0:
-        return None
+def permissions_count(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Skip where a locked file can be read by whatever means we have."""
+    locked = tmp_path_factory.mktemp("permissions") / "locked"
+    locked.write_text("secret")
+    locked.chmod(0)
     tried = subprocess.run(
-        [sys.executable, "-c", "import verl_logsync.api, wandb"],
-        env={"PYTHONPATH": str(REPOSITORY), "PATH": os.environ["PATH"], "HOME": "/"},
-        user=NOBODY,
-        extra_groups=[],
-        cwd="/",
-        capture_output=True,
-        text=True,
-        check=False,
+        _without_powers(["/bin/cat", str(locked)]), capture_output=True, check=False
     )
-    if tried.returncode != 0:
-        pytest.skip(f"another user cannot run this Python: {tried.stderr[-300:]}")
-    return NOBODY
+    if tried.returncode == 0 or b"ermission denied" not in tried.stderr:
+        pytest.skip("permissions do not count here")
 
 
 # -- real offline runs ---------------------------------------------------------------------

@@ -70,6 +70,14 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Parcel:
+    """A plan made ready to be sent. `folder` is the sink's own business."""
+
+    plan: UploadPlan
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
 class Sent:
     """What the sender can say about one plan. It is never believed: see `Sink.look`."""
 
@@ -101,8 +109,11 @@ class Sink(Protocol):
     def close(self) -> None:
         """End everything that was started for sending."""
 
-    def send(self, plans: Sequence[UploadPlan]) -> Mapping[Target, Sent]:
-        """Carry out plans of different runs. Never sends one plan twice."""
+    def pack(self, plan: UploadPlan) -> Parcel:
+        """Make a plan ready to be sent. Raises LogsyncError if that fails."""
+
+    def send(self, parcels: Sequence[Parcel]) -> Mapping[Target, Sent]:
+        """Carry out the plans of different runs. Never sends one twice."""
 
     def rows(self, target: Target, first_step: int) -> Iterator[Mapping[str, Any]]:
         """Every stored row from `first_step` on, unsampled, ascending."""

@@ -24,7 +24,7 @@ from verl_logsync.clock import set_clocks
 from verl_logsync.columns import AXES, STEP, TableBuilder
 from verl_logsync.discover import Recall, discover, remember_nothing
 from verl_logsync.errors import AuthError, ExitCode, LogsyncError, Unreachable
-from verl_logsync.interfaces import Sink, Source
+from verl_logsync.interfaces import Parcel, Sink, Source
 from verl_logsync.ledger import Ledger, LedgerRun
 from verl_logsync.model import (
     HARMLESS,
@@ -187,12 +187,13 @@ def _stored_attempt(rows: Sequence[Mapping[str, object]], target: Target) -> Att
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A run with its plan, and what the plan was made from."""
+    """A run with its plan, what the plan was made from, and what is ready to be sent."""
 
     loaded: Loaded
     ready: Readiness
     held: Held
     plan: UploadPlan
+    parcel: Parcel | None
 
 
 def upload(engine: Engine, paths: Sequence[Path]) -> Report:
@@ -214,18 +215,25 @@ def _upload_all(engine: Engine, runs: Sequence[RunSources]) -> list[Outcome]:
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="sender") as sender:
         if runs and _sends(engine):
             sender.submit(sink.warm_up)
-        for start in range(0, len(runs), BATCH):
-            batch = runs[start : start + BATCH]
+        for start, batch in _batches(runs):
             if stopped is None and len(sending) > 1:
                 stopped = _collect(*sending.popleft(), outcomes)
             if stopped is None:
                 stopped = _submit(engine, sink, batch, sender, sending, outcomes)
             else:
                 outcomes.extend(_failed(run, stopped) for run in batch)
-            engine.progress("upload", min(start + BATCH, len(runs)), len(runs))
+            engine.progress("upload", start + len(batch), len(runs))
         while sending:
             _collect(*sending.popleft(), outcomes)
     return outcomes
+
+
+def _batches(runs: Sequence[RunSources]) -> Iterator[tuple[int, Sequence[RunSources]]]:
+    """Stretches of the runs and where they begin; a short one first, to start sending early."""
+    start, size = 0, BATCH // 2
+    while start < len(runs):
+        yield start, runs[start : start + size]
+        start, size = start + size, BATCH
 
 
 def _sends(engine: Engine) -> bool:
@@ -433,7 +441,9 @@ def _planned_with(
         can_rewind=remote is not None and sink.can_rewind(run.target),
         on_rewrite=settings.on_rewrite,
     )
-    return _Prepared(loaded, ready, held, make_plan(situation))
+    plan = make_plan(situation)
+    parcel = sink.pack(plan) if plan.sends and _sends(engine) else None
+    return _Prepared(loaded, ready, held, plan, parcel)
 
 
 def _outcome(prepared: _Prepared, *, rows_sent: int, verdict: Verdict | None) -> Outcome:
@@ -493,7 +503,8 @@ def _one_round(
     engine: Engine, sink: Sink, prepared: Sequence[_Prepared]
 ) -> Iterator[tuple[_Prepared, Outcome]]:
     sending = [item for item in prepared if item.plan.sends]
-    sent = sink.send([item.plan for item in sending]) if sending else {}
+    parcels = [item.parcel for item in sending if item.parcel is not None]
+    sent = sink.send(parcels) if parcels else {}
     complaints = {t: s for t, s in sent.items() if s.error is not None or s.messages}
     unsent = [item for item in prepared if not item.plan.sends]
     verdicts = _read_back(engine, sink, sending, bool(complaints))

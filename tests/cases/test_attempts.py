@@ -104,7 +104,8 @@ def test_a6_policies(policy, kept, went_back):
     assert frame.index.tolist() == [0, 1, 2, 3, 4, 5]
     assert frame["n"].tolist() == kept
     account = run.account
-    assert account.balanced and (account.seen, account.kept, account.superseded) == (8, 6, 2)
+    assert account.balanced
+    assert (account.seen, account.kept, account.superseded) == (8, 6, 2)
     others = [name for name in frame.columns if name.startswith("attempt1/")]
     assert bool(others) == (policy == "both")
     if policy == "both":
@@ -145,7 +146,8 @@ def test_a12_rolled_back_tail_is_dropped(rolled_back, upload, one_run):
 def test_a12_the_tail_is_marked(rolled_back, upload):
     """A12: the report names the rolled-back tail 16-20 and the option that keeps it."""
     _, text = upload.text(rolled_back, "--dry-run")
-    assert "16-20" in text and "--keep-tail" in text, text
+    assert "16-20" in text, text
+    assert "--keep-tail" in text, text
 
 
 def test_a12_keep_tail(rolled_back, upload, one_run):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import shutil
@@ -68,7 +69,9 @@ def test_d1_upload_of_a_cut_log(cut, entries, outputs, upload, age, one_run):
     age(outputs)
     code, text = upload.text(outputs)
     assert code == 3
-    assert "tail incomplete" in text and str(log) in text and "byte" in text
+    assert "tail incomplete" in text
+    assert str(log) in text
+    assert "byte" in text
     expected = whole_rows(found, len(whole))(end)
     assert [r["_step"] for r in one_run().rows] == list(range(expected))
 
@@ -160,7 +163,7 @@ def grow(path, data, seconds=1.5, pieces=150):
     rng = random.Random(2)
     cuts = [0, *sorted(rng.sample(range(1, len(data)), pieces)), len(data)]
     with path.open("wb", buffering=0) as stream:
-        for start, end in zip(cuts, cuts[1:], strict=False):
+        for start, end in itertools.pairwise(cuts):
             stream.write(data[start:end])
             time.sleep(seconds / pieces)
 
@@ -228,7 +231,7 @@ def test_d10_copy_cut_on_a_record_boundary(entries, outputs, upload, one_run, se
     assert server.lines_received == 30
 
 
-def test_junk_never_stops_the_good(outputs, upload, server, age, public_dir):
+def test_junk_never_stops_the_good(outputs, upload, server, age):
     """D: every kind of bad input costs itself alone, is named with a next step, and no traceback."""
     folder = outputs / "grpo [1] ü"
     good = [(s, {"actor/loss": s / 7}) for s in range(5)]

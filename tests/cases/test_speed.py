@@ -47,7 +47,8 @@ def test_f2_many_small_runs(outputs, age, upload, server):
     for run in server.runs:
         n = int(run.name.removeprefix("run"))
         assert [(r["_step"], r["n"]) for r in run.rows] == [(s, n) for s in range(3 + n % 3)]
-        assert run.overwrites == [] and run.gaps == []
+        assert run.overwrites == []
+        assert run.gaps == []
     assert upload.here(outputs).rows_sent == 0
 
 
@@ -67,7 +68,9 @@ def test_f5_deleted_run_id(outputs, age, upload, server):
     code, text = upload.text(outputs)
     assert time.monotonic() - began < 30
     assert code == 3
-    assert deleted in text and "deleted" in text and "--run" in text
+    assert deleted in text
+    assert "deleted" in text
+    assert "--run" in text
     assert {run.name: len(run.rows) for run in server.runs} == {"run0": 5, "run2": 8, "run3": 5}
 
 
@@ -76,7 +79,9 @@ def test_f5_conflict_for_a_new_run(offline_run, outputs, upload, server):
     offline_run("first_0_29")
     offline_run("other_0_9")
     server.faults.add(Fault("UpsertBucket", run="otherrun", status=409, times=None))
+    began = time.monotonic()
     result = upload(outputs)
+    assert time.monotonic() - began < 30
     assert result.code == 3
     by_id = {run["run_id"]: run for run in result.runs}
     assert by_id["resumed1"]["verified"] is True

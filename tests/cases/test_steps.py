@@ -36,7 +36,8 @@ def test_b1_several_records_a_step_of_a_fully_async_trainer(fixture_files):
     (run,) = verl_logsync.load(path)
     frame = run.history()
     assert frame.index.tolist() == sorted(union)
-    assert run.account.superseded == 0 and run.account.balanced
+    assert run.account.superseded == 0
+    assert run.account.balanced
     for step, values in union.items():
         got = frame.loc[step].dropna().to_dict()
         assert {k: v for k, v in got.items() if not k.startswith("_")} == values

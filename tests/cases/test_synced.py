@@ -22,7 +22,7 @@ def test_e1_refused_with_413(outputs, age, upload, server, one_run):
     assert refused.code in (3, 4)
     assert not refused.only["verified"]
     assert server.lines_received == 0
-    code, text = upload.text(verb="status")
+    _code, text = upload.text(verb="status")
     assert "qwen" not in text or "20" not in text, text
     server.faults.clear()
     later = upload.here(outputs)
@@ -60,44 +60,37 @@ def test_e4_full_verification_sees_one_changed_value(offline_run, outputs, uploa
         assert "step 700" in " ".join(result.only["differences"])
 
 
-def test_e9_one_of_ten_unreadable(public_dir, other_user, upload, server, age):
+def test_e9_one_of_ten_unreadable(permissions_count, outputs, upload, server, age):
     """E9: one unreadable run of ten is named with its path; the nine others are uploaded."""
     for n in range(10):
-        write_verl_log(public_dir / "grpo" / f"run{n}.jsonl", rows(3, n=n))
-    age(public_dir)
-    bad = public_dir / "grpo" / "run3.jsonl"
+        write_verl_log(outputs / "grpo" / f"run{n}.jsonl", rows(3, n=n))
+    age(outputs)
+    bad = outputs / "grpo" / "run3.jsonl"
     bad.chmod(0)
-    upload.home = public_dir / "home"
-    upload.state_dir = upload.home / "state"
-    upload.home.mkdir()
-    upload.home.chmod(0o777)
-    result = upload(public_dir / "grpo", user=other_user)
+    result = upload(outputs, powers=False)
     assert result.code == 3
     assert {run.name for run in server.runs} == {f"run{n}" for n in range(10)} - {"run3"}
     assert all(len(run.rows) == 3 for run in server.runs)
     assert result.skipped == {"run3.jsonl": "unreadable"}
     (skip,) = result.report["skipped"]
-    assert skip["place"] == str(bad) and "ermission" in skip["detail"] and skip["hint"]
+    assert skip["place"] == str(bad)
+    assert "ermission" in skip["detail"]
+    assert skip["hint"]
 
 
 def test_e9_an_offline_run_that_cannot_be_opened(
-    public_dir, other_user, upload, server, offline_run, log_of
+    permissions_count, outputs, upload, server, offline_run, log_of
 ):
     """E9: an offline run whose log or whose folder is locked costs that run alone."""
-    folder = public_dir / "wandb"
-    log_of(offline_run("other_0_9", folder)).chmod(0)
-    offline_run("quarter_0", folder)
-    locked = offline_run("first_0_29", folder)
+    log_of(offline_run("other_0_9")).chmod(0)
+    offline_run("quarter_0")
+    locked = offline_run("first_0_29")
     locked.chmod(0)
-    upload.home = public_dir / "home"
-    upload.state_dir = upload.home / "state"
-    upload.home.mkdir()
-    upload.home.chmod(0o777)
-    result = upload(folder, user=other_user)
+    result = upload(outputs, powers=False)
+    locked.chmod(0o755)
     assert result.code == 3
     assert [run.id for run in server.runs] == ["quarters"]
     assert sorted(result.skipped.values()) == ["unreadable", "unreadable"]
-    locked.chmod(0o755)
 
 
 def test_e10_three_times_once_from_another_machine(

@@ -61,7 +61,8 @@ def assert_merged(run, sessions):
     assert values(rows[20]) == {**first[20], **second[20]}
     for row in rows[21:]:
         assert values(row) == second[row["_step"]]
-    assert run.gaps == [] and run.overwrites == []
+    assert run.gaps == []
+    assert run.overwrites == []
     assert run.summary["_step"] == 40
     times = [row["_timestamp"] for row in rows]
     assert times == sorted(times)
@@ -108,7 +109,8 @@ def test_unrelated_names_stay_two_runs_and_the_hint_merges_them(place, upload, s
     }
     hints = [line for line in text.splitlines() if "--run" in line]
     assert hints, text
-    assert "session1_steps0-33" in hints[0] and "resumed attempt" in hints[0]
+    assert "session1_steps0-33" in hints[0]
+    assert "resumed attempt" in hints[0]
     assert "--run" in upload.text(files, verb="scan")[1]
 
     import shlex
@@ -117,7 +119,8 @@ def test_unrelated_names_stay_two_runs_and_the_hint_merges_them(place, upload, s
     upload.from_another_machine()
     merged = upload(files, *words)
     (run,) = [r for r in server.runs if len(r.rows) == 41]
-    assert merged.code == 0 and len(merged.runs) == 1
+    assert merged.code == 0
+    assert len(merged.runs) == 1
     assert_merged(run, sessions)
 
 
@@ -201,12 +204,15 @@ def test_a_server_that_cannot_rewind(place, uploader_for, sessions):
         code, text = upload.text(files)
         (run,) = server.runs
         assert code == 3
-        assert "OLD ROWS KEPT" in text and "21-33" in text and "--run" in text
+        assert "OLD ROWS KEPT" in text
+        assert "21-33" in text
+        assert "--run" in text
         rows = run.rows
         assert [row["_step"] for row in rows] == STEPS
         assert [values(row) for row in rows[:34]] == [first[step] for step in range(34)]
         assert [values(row) for row in rows[34:]] == [second[step] for step in range(34, 41)]
-        assert run.overwrites == [] and run.gaps == []
+        assert run.overwrites == []
+        assert run.gaps == []
         for _ in ("with memory", "without"):
             lines = server.lines_received
             again = upload(files)
@@ -260,7 +266,8 @@ def test_two_offline_folders_of_one_id(second_name, offline_run, upload, outputs
     assert result.code == 0
     run = one_run()
     rows = run.rows
-    assert run.id == "resumed1" and run.state == "finished"
+    assert run.id == "resumed1"
+    assert run.state == "finished"
     assert [row["_step"] for row in rows] == list(range(50))
     assert [row["attempt"] for row in rows] == [1] * 20 + [2] * 30
     assert_clock_of_two_attempts(rows, rows_of(first), rows_of(second), 20)

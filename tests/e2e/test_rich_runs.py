@@ -29,7 +29,9 @@ def assert_complete(server, one_run, records):
     console = "".join(e.record.output_raw.line for e in found if e.kind == "output_raw")
     versions = Counter(e.record.artifact.name for e in found if e.kind == "artifact")
     assert sorted(versions.values()) == [1, 3]  # the notes, and a table at three steps
-    assert kinds["stats"] >= 3 and kinds["artifact"] == 4 and console.count("\n") == 30
+    assert kinds["stats"] >= 3
+    assert kinds["artifact"] == 4
+    assert console.count("\n") == 30
 
     def check():
         run = one_run()
@@ -51,7 +53,8 @@ def assert_complete(server, one_run, records):
         (notes,) = [a for a in server.artifacts if a.type == "dataset"]
         assert notes.files == {"notes.txt": f"notes of {RUN_ID}".encode()}
         assert run.state == "finished"
-        assert run.gaps == [] and run.overwrites == []
+        assert run.gaps == []
+        assert run.overwrites == []
 
     return check
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from verl_logsync.columns import STEP
 from verl_logsync.errors import LogsyncError, StateError
-from verl_logsync.interfaces import Sent
+from verl_logsync.interfaces import Parcel, Sent
 from verl_logsync.model import Binding, RemoteState, Target, UploadPlan
 from verl_logsync.transaction_log import Damage, history_row, read_records, summary_updates
 from verl_logsync.transaction_log.fragment import folder_name, write_fragment
@@ -67,29 +67,35 @@ class OfflineDirSink:
         """The folder."""
         return str(self._written[target][0])
 
-    def send(self, plans: Sequence[UploadPlan]) -> Mapping[Target, Sent]:
-        """Write every plan's folder, whole or not at all."""
-        return {plan.target: self._write(plan) for plan in plans}
-
-    def _write(self, plan: UploadPlan) -> Sent:
-        place = self._output / folder_name(plan)
+    def pack(self, plan: UploadPlan) -> Parcel:
+        """Write the plan's folder beside its place."""
         try:
             self._output.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=self._output, prefix=".writing-") as work:
-                fragment = write_fragment(plan, Path(work), entity=plan.target.entity, files="copy")
-                if not _same(fragment.folder, place):
-                    _replace(fragment.folder, place, Path(work) / "old")
+            work = Path(tempfile.mkdtemp(dir=self._output, prefix=".writing-"))
         except OSError as error:
-            return Sent(
-                StateError(
-                    f"cannot be written: {error.strerror}",
-                    place=str(place),
-                    hint="Give another folder with --output",
-                )
-            )
-        except LogsyncError as error:
-            return Sent(error)
-        self._written[plan.target] = place, plan
+            raise _unwritable(self._output, error) from error
+        try:
+            folder = write_fragment(plan, work, entity=plan.target.entity, files="copy")
+        except LogsyncError:
+            shutil.rmtree(work, ignore_errors=True)
+            raise
+        return Parcel(plan, folder)
+
+    def send(self, parcels: Sequence[Parcel]) -> Mapping[Target, Sent]:
+        """Put every folder in its place, whole or not at all."""
+        return {parcel.plan.target: self._place(parcel) for parcel in parcels}
+
+    def _place(self, parcel: Parcel) -> Sent:
+        place = self._output / folder_name(parcel.plan)
+        work = parcel.folder.parent
+        try:
+            if not _same(parcel.folder, place):
+                _replace(parcel.folder, place, work / "old")
+        except OSError as error:
+            return Sent(_unwritable(place, error))
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+        self._written[parcel.plan.target] = place, parcel.plan
         return Sent()
 
     def _read_back(self, target: Target) -> RemoteState:
@@ -120,6 +126,14 @@ class OfflineDirSink:
             files={n: 0 for n in plan.expect.files if (folder / "files" / n).is_file()},
             artifacts=plan.expect.artifacts if kinds.get("artifact", 0) else frozenset(),
         )
+
+
+def _unwritable(place: Path, error: OSError) -> StateError:
+    return StateError(
+        f"cannot be written: {error.strerror}",
+        place=str(place),
+        hint="Give another folder with --output",
+    )
 
 
 def _same(one: Path, other: Path) -> bool:

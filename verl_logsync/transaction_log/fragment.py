@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from operator import itemgetter
 from pathlib import Path
@@ -36,14 +35,6 @@ _STRETCH: Final = 4096
 _LONGEST_NAME, _LONGEST_TAG = 128, 64
 
 
-@dataclass(frozen=True, slots=True)
-class Fragment:
-    """A fragment on disk, and the plan that it carries."""
-
-    folder: Path
-    plan: UploadPlan
-
-
 def folder_name(plan: UploadPlan) -> str:
     """`offline-run-DATE_TIME-ID`, by the run's own start."""
     started = datetime.fromtimestamp(plan.started_at or 0.0, tz=timezone.utc)
@@ -52,8 +43,8 @@ def folder_name(plan: UploadPlan) -> str:
 
 def write_fragment(
     plan: UploadPlan, parent: Path, *, entity: str, files: Literal["link", "copy"]
-) -> Fragment:
-    """Write a plan as a run folder below `parent`.
+) -> Path:
+    """Write a plan as a run folder below `parent`, and return the folder.
 
     Args:
         entity: the entity that the records name; empty for the key's default.
@@ -77,7 +68,7 @@ def write_fragment(
     with TransactionLogWriter(folder / f"run-{plan.target.run_id}.wandb") as log:
         for payload in payloads(plan, entity):
             log.write_payload(payload)
-    return Fragment(folder, plan)
+    return folder
 
 
 def _place(file: FileRef, folder: Path, how: Literal["link", "copy"]) -> None:

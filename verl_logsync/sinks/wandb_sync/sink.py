@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any, Final
 
 from verl_logsync.columns import STEP, from_json
 from verl_logsync.errors import AuthError, LogsyncError, RunDeleted, StateError, Unreachable
-from verl_logsync.interfaces import Sent
+from verl_logsync.interfaces import Parcel, Sent
 from verl_logsync.model import Action, Binding, Marker, RemoteState, Target, UploadPlan
 from verl_logsync.secrets_mask import mask_text
 from verl_logsync.sinks.wandb_sync.child import (
@@ -24,7 +23,7 @@ from verl_logsync.sinks.wandb_sync.child import (
 )
 from verl_logsync.sinks.wandb_sync.credentials import Server
 from verl_logsync.sinks.wandb_sync.graphql import Deadline, GraphQL
-from verl_logsync.transaction_log.fragment import MARKER_KEY, Fragment, write_fragment
+from verl_logsync.transaction_log.fragment import MARKER_KEY, write_fragment
 
 #: A child holds four open files a fragment; a thousand fragments meet the usual limit.
 CHILD_FRAGMENTS: Final = 100
@@ -97,6 +96,7 @@ class WandbSink:
         self._cannot_rewind: set[Target] = set()
         self._uploaders: dict[Kind, Uploader] = {}
         self._started = 0
+        self._packed = 0
         self._prepared = False
 
     # -- reading back ---------------------------------------------------------------------
@@ -225,19 +225,22 @@ class WandbSink:
         """Start the uploader, which takes a second, while runs are still being read."""
         self._uploader((True, True))
 
-    def send(self, plans: Sequence[UploadPlan]) -> Mapping[Target, Sent]:
-        """Write a fragment for every plan, and send each of them once."""
+    def pack(self, plan: UploadPlan) -> Parcel:
+        """Write the plan's fragment."""
+        entity = self._entity(plan.target.entity)
+        self._packed += 1
+        parent = self._outbox() / f"fragment-{self._packed}"
+        return Parcel(plan, write_fragment(plan, parent, entity=entity, files="link"))
+
+    def send(self, parcels: Sequence[Parcel]) -> Mapping[Target, Sent]:
+        """Send each fragment once, whatever becomes of it."""
         sent: dict[Target, Sent] = {}
-        with tempfile.TemporaryDirectory(dir=self._outbox(), ignore_cleanup_errors=True) as work:
-            fragments: list[Fragment] = []
-            for plan in plans:
-                try:
-                    fragments.append(self._write(plan, Path(work)))
-                except LogsyncError as error:
-                    sent[plan.target] = Sent(error)
-            for kind, group in _by_kind(fragments).items():
-                for start in range(0, len(group), CHILD_FRAGMENTS):
-                    sent.update(self._run_child(kind, group[start : start + CHILD_FRAGMENTS]))
+        for kind, group in _by_kind(parcels).items():
+            for start in range(0, len(group), CHILD_FRAGMENTS):
+                part = group[start : start + CHILD_FRAGMENTS]
+                sent.update(self._run_child(kind, part))
+                for parcel in part:
+                    shutil.rmtree(parcel.folder.parent, ignore_errors=True)
         return sent
 
     def close(self) -> None:
@@ -276,19 +279,14 @@ class WandbSink:
         self._uploaders[kind] = Uploader(env, folder, jobs=self._jobs, held=self._held)
         return self._uploaders[kind]
 
-    def _write(self, plan: UploadPlan, work: Path) -> Fragment:
-        entity = self._entity(plan.target.entity)
-        parent = work / f"{entity}-{plan.target.project}".replace("/", "_")
-        return write_fragment(plan, parent, entity=entity, files="link")
-
-    def _run_child(self, kind: Kind, group: Sequence[Fragment]) -> dict[Target, Sent]:
+    def _run_child(self, kind: Kind, group: Sequence[Parcel]) -> dict[Target, Sent]:
         resume, finish = kind
         result = self._uploader(kind).sync(
-            [fragment.folder for fragment in group],
+            [parcel.folder for parcel in group],
             kind_environment(resume=resume, finish=finish),
             self._deadline.left,
         )
-        return {f.plan.target: self._sent(f.plan.target, result) for f in group}
+        return {p.plan.target: self._sent(p.plan.target, result) for p in group}
 
     def _sent(self, target: Target, result: ChildResult) -> Sent:
         messages = _messages(result.output, target.run_id)
@@ -304,13 +302,13 @@ def _by_project(targets: Sequence[Target]) -> dict[tuple[str, str], list[Target]
     return groups
 
 
-def _by_kind(fragments: Sequence[Fragment]) -> dict[Kind, list[Fragment]]:
+def _by_kind(parcels: Sequence[Parcel]) -> dict[Kind, list[Parcel]]:
     """Fragments by what the child's environment must say."""
-    groups: dict[Kind, list[Fragment]] = {}
-    for fragment in fragments:
-        plan = fragment.plan
+    groups: dict[Kind, list[Parcel]] = {}
+    for parcel in parcels:
+        plan = parcel.plan
         kind = plan.action is not Action.REWIND, plan.state != "running"
-        groups.setdefault(kind, []).append(fragment)
+        groups.setdefault(kind, []).append(parcel)
     return groups
 
 
