@@ -162,7 +162,8 @@ def uploader(
 
 @contextmanager
 def _online(settings: Settings, progress: pipeline.Progress) -> Iterator[pipeline.Engine]:
-    from verl_logsync.sinks.wandb_sync import WandbSink, find_server
+    from verl_logsync.sinks.wandb_sync.credentials import find_server
+    from verl_logsync.sinks.wandb_sync.sink import WandbSink
 
     server = find_server()
     folder = settings.state_folder
@@ -195,7 +196,8 @@ def scan(
 
 def status(settings: Settings, *, remote: bool) -> list[dict[str, Any]]:
     """What the ledger remembers, one entry a run; with `remote` what the server holds too."""
-    from verl_logsync.sinks.wandb_sync import WandbSink, find_server
+    from verl_logsync.sinks.wandb_sync.credentials import find_server
+    from verl_logsync.sinks.wandb_sync.sink import WandbSink
 
     server = find_server()
     folder = settings.state_folder

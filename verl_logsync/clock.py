@@ -9,6 +9,7 @@ first upload, so that rows sent later continue the same clock.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -44,8 +45,10 @@ def set_clocks(attempts: Sequence[AttemptReading], pins: Mapping[str, float]) ->
     timed: list[AttemptReading] = []
     kinds: set[Clock] = set()
     next_start = float("inf")
-    for attempt in reversed(attempts):  # an attempt is over before the next one starts
-        with_times, kind = _timed(attempt, pins, pinned, next_start)
+    ends = [_known_end(attempt, pins) for attempt in attempts]
+    for number in reversed(range(len(attempts))):  # one is over before the next one starts
+        window = max(ends[:number], default=-math.inf), next_start
+        with_times, kind = _timed(attempts[number], pins, pinned, window)
         kinds.add(kind)
         timed.insert(0, with_times)
         next_start = min(next_start, _start_of(with_times) or next_start)
@@ -91,31 +94,50 @@ def _timed(
     attempt: AttemptReading,
     pins: Mapping[str, float],
     pinned: dict[str, float],
-    next_start: float,
+    window: tuple[float, float],
 ) -> tuple[AttemptReading, Clock]:
-    """Estimate the times of readings without, by the recorded ones of the same attempt."""
+    """Estimate the times of readings without, by the recorded ones of the same attempt.
+
+    `window` lies between the known end of the attempts before and the start of the next.
+    """
     recorded = [r.rows for _, r in attempt.readings if TIMESTAMP in r.rows.schema.names]
     readings: list[tuple[LogFile, Reading]] = []
     kind: Clock = "recorded"
     for file, reading in attempt.readings:
-        rows = reading.rows
+        rows, started = reading.rows, reading.started_at
         if TIMESTAMP not in rows.schema.names and rows.num_rows:
             seconds = _step_seconds(rows)
             kind = "unknown" if seconds is None else "estimated"
             if seconds is not None:
                 head = file.facts.head_digest
                 elapsed = np.cumsum(seconds)
-                end = min(file.stamp.mtime, next_start)
-                start = _start(rows, elapsed, recorded, pins.get(head), end)
-                pinned[head] = start
+                start = pins.get(head)
+                if start is None:
+                    end = min(file.stamp.mtime, window[1])
+                    start = max(_start(rows, elapsed, recorded, end), window[0])
+                pinned[head] = started = start
                 rows = _with(rows, TIMESTAMP, start + elapsed)
         elif rows.num_rows:
             rows = _with_runtime(rows, reading.started_at)
-        readings.append((file, replace(reading, rows=rows)))
+        readings.append((file, replace(reading, rows=rows, started_at=started)))
     covered = {step for rows in recorded for step in rows.column(STEP).to_pylist()}
     if recorded and all(_inside(r.rows, covered) for _, r in readings):
         kind = "recorded"
     return AttemptReading(attempt.attempt, tuple(readings)), kind
+
+
+def _known_end(attempt: AttemptReading, pins: Mapping[str, float]) -> float:
+    """When an attempt certainly still ran: its last recorded or pinned time."""
+    end = -math.inf
+    for file, reading in attempt.readings:
+        if not reading.rows.num_rows:
+            continue
+        pin = pins.get(file.facts.head_digest)
+        if TIMESTAMP in reading.rows.schema.names:
+            end = max(end, float(np.nanmax(as_numbers(reading.rows.column(TIMESTAMP)))))
+        elif pin is not None and (seconds := _step_seconds(reading.rows)) is not None:
+            end = max(end, pin + float(seconds.sum()))
+    return end
 
 
 def _inside(rows: pa.Table, steps: set[int]) -> bool:
@@ -145,12 +167,9 @@ def _start(
     rows: pa.Table,
     elapsed: _Floats,
     recorded: Sequence[pa.Table],
-    pin: float | None,
     end: float,
 ) -> float:
-    """The estimated start: pinned, else by a recorded clock, else counted back from the end."""
-    if pin is not None:
-        return pin
+    """The estimated start: by a recorded clock of the attempt, else counted back from the end."""
     steps = rows.column(STEP).to_numpy()
     for table in recorded:
         times = as_numbers(table.column(TIMESTAMP))

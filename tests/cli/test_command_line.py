@@ -196,6 +196,7 @@ def test_wandb_sync_takes_offline_folders(home: dict[str, str], tmp_path: Path) 
             check=True,
             capture_output=True,
             stdin=subprocess.DEVNULL,
+            cwd=tmp_path,
         )
         assert sorted(len(run.rows) for run in server.runs) == [12, 30, 41]
         assert {run.state for run in server.runs} == {"finished"}

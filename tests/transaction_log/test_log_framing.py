@@ -336,7 +336,11 @@ def test_a_stream_that_gives_less_than_asked_is_read_to_its_end() -> None:
         (b":W&", HeaderState.EMPTY, "header incomplete"),
         (b":W&B\xe1\xbe\x00", HeaderState.EMPTY, "header only"),
         (b":W&B\xe1\xbe\x00\x01", HeaderState.OK, ""),
-        (b":W&B\xe1\xbe\x07\x01", HeaderState.FOREIGN, "version 7 is not known"),
+        (
+            b":W&B\xe1\xbe\x07\x01",
+            HeaderState.FOREIGN,
+            "not a W&B log (header of version 7, which is not known)",
+        ),
         (b":W&B\xe1\xbf\x00\x01", HeaderState.FOREIGN, "not a W&B log (header 3a 57 26 42 e1 bf"),
         (b"step:1 - x", HeaderState.FOREIGN, "not a W&B log (header 73 74 65 70 3a 31 20"),
         (b"s", HeaderState.FOREIGN, "not a W&B log (header 73 = b's')"),

@@ -227,9 +227,10 @@ def _child(orders: Sequence[Mapping[str, Any]]) -> None:
         _log(wandb, run, order)
         if order["finish"]:
             run.finish()
-    unfinished = [order["folder"] for order in orders if not order["finish"]]
+    unfinished = [order for order in orders if not order["finish"]]
     if unfinished:
-        _wait_until_written(unfinished)
+        for order in unfinished:
+            _wait_until_written(Path(order["folder"]), len(order["steps"]))
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -269,14 +270,17 @@ def _media(wandb: Any, step: int) -> dict[str, Any]:
     }
 
 
-def _wait_until_written(folders: Sequence[str]) -> None:
+def _wait_until_written(folder: Path, rows: int) -> None:
+    proto: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
+    (log,) = folder.glob("wandb/offline-run-*/*.wandb")
     end = time.monotonic() + _FLUSHED_WITHIN
-    logs = [next(Path(folder).glob("wandb/offline-run-*/*.wandb")) for folder in folders]
-    while min(log.stat().st_size for log in logs) <= len(_HEADER):
+    while True:
+        records = map(proto.Record.FromString, _payloads(log.read_bytes()))
+        if sum(record.WhichOneof("record_type") == "history" for record in records) >= rows:
+            return
         if time.monotonic() > end:
-            raise TimeoutError(f"the client wrote nothing within {_FLUSHED_WITHIN} s")
-        time.sleep(0.1)
-    time.sleep(0.2)
+            raise TimeoutError(f"the client did not write all rows within {_FLUSHED_WITHIN} s")
+        time.sleep(0.2)
 
 
 # -- times ---------------------------------------------------------------------------------

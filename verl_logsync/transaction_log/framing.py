@@ -81,7 +81,9 @@ def check_header(head: bytes) -> Header:
     if len(head) < FILE_HEADER_SIZE:
         return Header(HeaderState.EMPTY, "header incomplete")
     if head[6] != _VERSION:
-        return Header(HeaderState.FOREIGN, f"version {head[6]} is not known")
+        return Header(
+            HeaderState.FOREIGN, f"not a W&B log (header of version {head[6]}, which is not known)"
+        )
     if len(head) == FILE_HEADER_SIZE:
         return Header(HeaderState.EMPTY, "header only")
     return Header(HeaderState.OK)

@@ -65,8 +65,10 @@ def environment(server: Server, folder: Path, seconds: float) -> dict[str, str]:
         "WANDB_X_FILE_STREAM_RETRY_WAIT_MAX_SECONDS": wait,
         "WANDB_X_FILE_TRANSFER_RETRY_MAX": "4",
         "WANDB_X_FILE_TRANSFER_RETRY_WAIT_MAX_SECONDS": wait,
-        "WANDB_X_GRAPHQL_RETRY_MAX": "5",
-        "WANDB_X_GRAPHQL_RETRY_WAIT_MAX_SECONDS": wait,
+        # Some refusals (a deleted run's 409) are retried like failures: keep that short.
+        "WANDB_X_GRAPHQL_RETRY_MAX": "6",
+        "WANDB_X_GRAPHQL_RETRY_WAIT_MIN_SECONDS": "1",
+        "WANDB_X_GRAPHQL_RETRY_WAIT_MAX_SECONDS": "2",
         # It runs in another folder; a package that is not installed must be found from there.
         "PYTHONPATH": os.pathsep.join(filter(None, (_PACKAGE_ROOT, os.environ.get("PYTHONPATH")))),
         "NO_COLOR": "1",
