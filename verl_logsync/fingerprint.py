@@ -26,6 +26,7 @@ _FILLED_IN_OR_NAMES: Final = frozenset(
         "logger",
         "val_before_train",
         "verl_logsync",
+        "hydra_overrides",
     }
 )
 

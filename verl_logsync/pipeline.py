@@ -7,6 +7,7 @@ Only this module knows the ledger, and only it decides what happens when somethi
 from __future__ import annotations
 
 import math
+import threading
 import time
 import traceback
 from collections import deque
@@ -84,7 +85,10 @@ class Loaded:
 
 @dataclass(slots=True)
 class Engine:
-    """What the stages are run with. `ledger` is None where nothing is remembered."""
+    """What the stages are run with.
+
+    `ledger` is None where nothing is remembered; `stop` ends all waiting at once.
+    """
 
     settings: Settings
     sources: Sequence[Source]
@@ -92,6 +96,7 @@ class Engine:
     ledger: Ledger | None = None
     progress: Progress = no_progress
     now: Callable[[], float] = time.time
+    stop: threading.Event = field(default_factory=threading.Event)
     by_name: Mapping[str, Source] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -210,22 +215,39 @@ def _upload_all(engine: Engine, runs: Sequence[RunSources]) -> list[Outcome]:
     sink = engine.sink
     assert sink is not None, "an upload has a sink"
     outcomes: list[Outcome] = []
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="sender") as sender:
+        try:
+            if runs and _sends(engine):
+                sender.submit(sink.warm_up)
+            _hand_over(engine, sink, runs, sender, outcomes)
+        except BaseException:
+            # Interrupted: the sender must not go on for as long as the network takes.
+            engine.stop.set()
+            sink.close()
+            raise
+    return outcomes
+
+
+def _hand_over(
+    engine: Engine,
+    sink: Sink,
+    runs: Sequence[RunSources],
+    sender: Executor,
+    outcomes: list[Outcome],
+) -> None:
+    """Prepare batch after batch in this thread, and have them sent in the other."""
     sending: deque[tuple[Sequence[RunSources], Future[list[Outcome]]]] = deque()
     stopped: LogsyncError | None = None
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="sender") as sender:
-        if runs and _sends(engine):
-            sender.submit(sink.warm_up)
-        for start, batch in _batches(runs):
-            if stopped is None and len(sending) > 1:
-                stopped = _collect(*sending.popleft(), outcomes)
-            if stopped is None:
-                stopped = _submit(engine, sink, batch, sender, sending, outcomes)
-            else:
-                outcomes.extend(_failed(run, stopped) for run in batch)
-            engine.progress("upload", start + len(batch), len(runs))
-        while sending:
-            _collect(*sending.popleft(), outcomes)
-    return outcomes
+    for start, batch in _batches(runs):
+        if stopped is None and len(sending) > 1:
+            stopped = _collect(*sending.popleft(), outcomes)
+        if stopped is None:
+            stopped = _submit(engine, sink, batch, sender, sending, outcomes)
+        else:
+            outcomes.extend(_failed(run, stopped) for run in batch)
+        engine.progress("upload", start + len(batch), len(runs))
+    while sending:
+        _collect(*sending.popleft(), outcomes)
 
 
 def _batches(runs: Sequence[RunSources]) -> Iterator[tuple[int, Sequence[RunSources]]]:
@@ -486,7 +508,7 @@ def _carry_out(engine: Engine, sink: Sink, prepared: Sequence[_Prepared]) -> lis
             elif more is not None:
                 again.append(more)
         todo = again
-        if not todo:
+        if not todo or engine.stop.is_set():
             break
     return list(outcomes.values())
 
@@ -550,9 +572,8 @@ def _read_back(
         for item in open_items:
             verdicts[item.plan.target] = _verdict(engine, sink, item, states)
         open_items = [i for i in open_items if not verdicts[i.plan.target].agrees]
-        if not open_items or time.monotonic() + pause > end:
+        if not open_items or time.monotonic() + pause > end or engine.stop.wait(pause):
             return verdicts
-        time.sleep(pause)
         pause = min(2 * pause, 5.0)
 
 

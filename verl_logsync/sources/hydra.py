@@ -18,6 +18,9 @@ from verl_logsync.fingerprint import essentials
 from verl_logsync.interfaces import Candidate
 from verl_logsync.model import Facts, LogFile, Reading, Skip, SkipReason
 
+#: The config key of a run under which the overrides are kept.
+OVERRIDES: Final = "hydra_overrides"
+
 _LARGEST: Final = 8 << 20
 _STARTED: Final = re.compile(r"(\d{4}-\d{2}-\d{2})/(\d{2}-\d{2}-\d{2})$")
 _ALIAS: Final = re.compile(r"^[^#\n]*[:\-]\s*\*\w", re.MULTILINE)
@@ -57,7 +60,11 @@ class Hydra:
         import pyarrow as pa
 
         no_rows = pa.table({STEP: pa.array([], type=pa.int64())})
-        return Reading(no_rows, config=read_config(file.path), started_at=file.facts.started_at)
+        config = read_config(file.path)
+        overrides = read_overrides(file.path.with_name("overrides.yaml"))
+        if overrides:
+            config[OVERRIDES] = overrides
+        return Reading(no_rows, config=config, started_at=file.facts.started_at)
 
 
 def _text(value: object) -> str:
@@ -101,6 +108,20 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, DictConfig):
         raise NotALog("is no mapping", place=str(path), hint=hint)
     return _resolved(config)
+
+
+def read_overrides(path: Path) -> list[str]:
+    """The words of the command line that changed the config; empty when they are not there.
+
+    They are applied in the config already, and kept because they say what was meant.
+    """
+    import yaml
+
+    try:
+        words = yaml.safe_load(path.read_bytes()[:_LARGEST])
+    except (OSError, yaml.YAMLError, RecursionError):
+        return []
+    return [str(word) for word in words] if isinstance(words, list) else []
 
 
 def _first_line(error: Exception) -> str:

@@ -23,6 +23,7 @@ from verl_logsync.sinks.wandb_sync.child import (
 )
 from verl_logsync.sinks.wandb_sync.credentials import Server
 from verl_logsync.sinks.wandb_sync.graphql import Deadline, GraphQL
+from verl_logsync.sinks.wandb_sync.official_scan import scan_history
 from verl_logsync.transaction_log.fragment import MARKER_KEY, write_fragment
 
 #: A child holds four open files a fragment; a thousand fragments meet the usual limit.
@@ -98,6 +99,7 @@ class WandbSink:
         self._started = 0
         self._packed = 0
         self._prepared = False
+        self._closed = False
 
     # -- reading back ---------------------------------------------------------------------
 
@@ -143,11 +145,17 @@ class WandbSink:
         return found
 
     def rows(self, target: Target, first_step: int) -> Iterator[Mapping[str, Any]]:
-        """Every stored row from a step on, page by page, unsampled."""
+        """Every stored row from a step on, unsampled: by our query, else by W&B's own scan."""
         state = self.look([target]).get(target)
-        last = state.last_step if state is not None else None
-        if last is None:
+        if state is None or state.last_step is None:
             return
+        rows = list(self._pages(target, first_step, state.last_step))
+        if first_step == 0 and len(rows) < state.lines:
+            path = f"{self._entity(target.entity)}/{target.project}/{target.run_id}"
+            rows = list(scan_history(self._server, path, first_step))
+        yield from rows
+
+    def _pages(self, target: Target, first_step: int, last: int) -> Iterator[Mapping[str, Any]]:
         for start in range(first_step, last + 1, _HISTORY_PAGE):
             page = {"from": start, "to": start + _HISTORY_PAGE, "size": _HISTORY_PAGE}
             for line in self._run(_HISTORY, target, page).get("history") or ():
@@ -244,10 +252,10 @@ class WandbSink:
         return sent
 
     def close(self) -> None:
-        """End the uploaders and leave no fragment behind."""
-        for uploader in self._uploaders.values():
+        """End the uploaders for good and leave no fragment behind."""
+        self._closed = True
+        for uploader in list(self._uploaders.values()):
             uploader.close()
-        self._uploaders.clear()
         if self._prepared:
             shutil.rmtree(self._work, ignore_errors=True)
 
@@ -273,6 +281,8 @@ class WandbSink:
             return known
         if known is not None:
             known.close()
+        if self._closed:
+            raise Unreachable("the upload was interrupted", hint="The next run continues")
         self._started += 1
         folder = self._outbox() / f"uploader-{self._started}"
         env = environment(self._server, folder, self._deadline.left)
