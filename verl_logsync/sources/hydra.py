@@ -121,7 +121,7 @@ def read_overrides(path: Path) -> list[str]:
         words = yaml.safe_load(path.read_bytes()[:_LARGEST])
     except (OSError, yaml.YAMLError, RecursionError):
         return []
-    return [str(word) for word in words] if isinstance(words, list) else []
+    return [word for word in words if isinstance(word, str)] if isinstance(words, list) else []
 
 
 def _first_line(error: Exception) -> str:
