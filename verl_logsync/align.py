@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import pyarrow as pa
 
-from verl_logsync.columns import AXES, MISSING, STEP, concat, decode, to_json
+from verl_logsync.columns import AXES, MISSING, STEP, as_numbers, concat, decode, to_json
 from verl_logsync.errors import OverlapRefused
 from verl_logsync.model import Account, AttemptReading, Clock, Conflict, History
 from verl_logsync.verl_keys import is_training_key
@@ -290,11 +290,13 @@ class _Conflicts:
 
     def look(self, name: str, column: pa.Array, order: _Ints, starts: _Ints) -> None:
         valid = _valid(column)[order]
-        several = np.flatnonzero(np.add.reduceat(valid.astype(np.int64), starts) > 1)
-        if not len(several):
+        several = np.add.reduceat(valid.astype(np.int64), starts) > 1
+        if not several.any():
             return
         ends = np.append(starts[1:], len(order))
-        for group in several:
+        if not pa.types.is_string(column.type):
+            several &= _differing(as_numbers(column)[order], valid, starts)
+        for group in np.flatnonzero(several):
             members = order[starts[group] : ends[group]]
             self._compare(name, int(self._steps[group]), decode(column.take(pa.array(members))))
 
@@ -307,6 +309,20 @@ class _Conflicts:
                 if len(self.found) < CONFLICTS_KEPT:
                     self.found.append(Conflict(step, name, to_json(kept), to_json(dropped)))
                 return
+
+
+def _differing(
+    numbers: np.ndarray[Any, np.dtype[np.float64]], valid: _Bools, starts: _Ints
+) -> _Bools:
+    """For every step, whether its numbers may differ by more than rounding."""
+    gone = np.isnan(numbers)
+    low = np.minimum.reduceat(np.where(valid & ~gone, numbers, np.inf), starts)
+    high = np.maximum.reduceat(np.where(valid & ~gone, numbers, -np.inf), starts)
+    some_nan = np.logical_or.reduceat(valid & gone, starts)
+    with np.errstate(invalid="ignore"):
+        apart = ~np.isclose(low, high, rtol=ROUNDING, atol=0) & (low <= high)
+    mixed: _Bools = apart | (some_nan & (low <= high))
+    return mixed
 
 
 def _same(one: Any, other: Any) -> bool:

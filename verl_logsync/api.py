@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from verl_logsync import pipeline
 from verl_logsync.columns import MISSING, STEP, decode
 from verl_logsync.errors import LogsyncError
-from verl_logsync.ledger import Ledger, locked
+from verl_logsync.ledger import Ledger, LedgerRun, locked, remembered_runs
 from verl_logsync.model import Account, Catalog, History, Outcome, Report, RunSources
 from verl_logsync.settings import Settings, load_settings
 from verl_logsync.sources import SOURCES
@@ -168,7 +168,7 @@ def _online(settings: Settings, progress: pipeline.Progress) -> Iterator[pipelin
     server = find_server()
     folder = settings.state_folder
     with locked(folder) as lock:
-        ledger = Ledger(folder, server.base_url)
+        ledger = Ledger(folder, server.account)
         try:
             sink = WandbSink(
                 server,
@@ -188,46 +188,50 @@ def _online(settings: Settings, progress: pipeline.Progress) -> Iterator[pipelin
 def scan(
     paths: Sequence[Path], settings: Settings
 ) -> tuple[Catalog, list[tuple[RunSources, pipeline.Loaded | LogsyncError]]]:
-    """Everything below some paths, each run read and aligned or the error that prevents it."""
+    """Everything below some paths, each run read and aligned or the error that prevents it.
+
+    The state in which an upload would leave a run now is `pipeline.readiness_of(...)`.
+    """
     engine = pipeline.Engine(settings, SOURCES)
     found = pipeline.survey(engine, paths)
     return found, [(run, pipeline.load_or_error(engine, run)) for run in found.runs]
 
 
 def status(settings: Settings, *, remote: bool) -> list[dict[str, Any]]:
-    """What the ledger remembers, one entry a run; with `remote` what the server holds too."""
+    """What the ledger remembers, one entry a run; with `remote` what the server holds too.
+
+    Without `remote` neither key nor network is needed, and runs of every server are told.
+    """
+    folder = settings.state_folder
+    if not remote:
+        return [_status_row(run) for run in remembered_runs(folder)]
     from verl_logsync.sinks.wandb_sync.credentials import find_server
     from verl_logsync.sinks.wandb_sync.sink import WandbSink
 
     server = find_server()
-    folder = settings.state_folder
-    ledger = Ledger(folder, server.base_url)
-    try:
-        remembered = ledger.runs()
-    finally:
-        ledger.close()
-    rows = [
-        {
-            "entity": run.target.entity,
-            "project": run.target.project,
-            "run_id": run.target.run_id,
-            "name": run.name,
-            "rows": run.rows,
-            "last_step": run.last_step,
-            "state": run.state,
-            "confirmed_at": run.confirmed_at,
-            "attention": list(run.attention),
-        }
-        for run in remembered
-    ]
-    if remote:
-        sink = WandbSink(server, folder / "outbox", jobs=1, seconds=settings.timeout)
-        states = sink.look([run.target for run in remembered])
-        for row, run in zip(rows, remembered, strict=True):
-            state = states.get(run.target)
-            row["server"] = f"{state.lines} rows, {state.state}" if state else "no such run"
-            row["agrees"] = state is not None and (state.lines, state.last_step) == (
-                run.rows,
-                run.last_step,
-            )
+    remembered = remembered_runs(folder, server.account)
+    sink = WandbSink(server, folder / "outbox", jobs=1, seconds=settings.timeout)
+    states = sink.look([run.target for run in remembered])
+    rows = []
+    for run in remembered:
+        state = states.get(run.target)
+        held = (state.lines, state.last_step) if state is not None else None
+        row = _status_row(run)
+        row["server"] = f"{state.lines} rows, {state.state}" if state else "no such run"
+        row["agrees"] = held == (run.rows, run.last_step)
+        rows.append(row)
     return rows
+
+
+def _status_row(run: LedgerRun) -> dict[str, Any]:
+    return {
+        "entity": run.target.entity,
+        "project": run.target.project,
+        "run_id": run.target.run_id,
+        "name": run.name,
+        "rows": run.rows,
+        "last_step": run.last_step,
+        "state": run.state,
+        "confirmed_at": run.confirmed_at,
+        "attention": list(run.attention),
+    }

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
 from verl_logsync.columns import AXES, MISSING, RUNTIME, STEP, decode
@@ -28,11 +28,14 @@ _INTERNAL: Final = "_wandb"
 class Surroundings:
     """Config (secrets masked), pass-through records and recorded end of a run.
 
+    `streams` holds the same records log by log, under each log's key: what a server holds of
+    system metrics and console lines can only be told log by log.
     `offline_last_step` is how far the last attempt's offline run goes; None without one.
     """
 
     config: Mapping[str, Any]
     extra: PassThrough
+    streams: tuple[tuple[str, PassThrough], ...]
     ending: Ending | None
     offline_last_step: int | None
 
@@ -52,9 +55,25 @@ def assemble(attempts: Sequence[AttemptReading], configs: Sequence[Reading]) -> 
     config.pop(_INTERNAL, None)
     last = attempts[-1].readings if attempts else ()
     ending = next((r.ending for _, r in last if r.ending is not None), None)
+    streams = [(file.key, r.extra) for attempt in attempts for file, r in attempt.readings]
     return Surroundings(
-        mask_config(config), _merged([r.extra for r in readings]), ending, _offline_last_step(last)
+        mask_config(config),
+        _merged([r.extra for r in readings]),
+        tuple(_with_ended_lines(streams)),
+        ending,
+        _offline_last_step(last),
     )
+
+
+def _with_ended_lines(
+    streams: Sequence[tuple[str, PassThrough]],
+) -> Iterator[tuple[str, PassThrough]]:
+    """An earlier attempt is over, and so is its last line."""
+    for number, (key, extra) in enumerate(streams):
+        if extra.unfinished and number < len(streams) - 1:
+            yield key, replace(extra, console=(*extra.console, extra.unfinished), unfinished="")
+        else:
+            yield key, extra
 
 
 def _offline_last_step(readings: Iterable[tuple[LogFile, Reading]]) -> int | None:
@@ -69,19 +88,12 @@ def _offline_last_step(readings: Iterable[tuple[LogFile, Reading]]) -> int | Non
 def _merged(extras: Sequence[PassThrough]) -> PassThrough:
     files: dict[str, FileRef] = {}
     summary: dict[str, Any] = {}
-    console: list[str] = []
-    for index, extra in enumerate(extras):
+    for extra in extras:
         files.update({file.name: file for file in extra.files})
         summary.update(extra.summary)
-        console.extend(extra.console)
-        if extra.unfinished and index < len(extras) - 1:
-            console.append(extra.unfinished)  # its attempt is over, so is its line
     worded = [extra for extra in extras if extra.group or extra.tags or extra.notes]
     first = worded[0] if worded else PassThrough()
     return PassThrough(
-        events=tuple(event for extra in extras for event in extra.events),
-        console=tuple(console),
-        unfinished=extras[-1].unfinished if extras else "",
         metrics=_unique(m for extra in extras for m in extra.metrics),
         artifacts=_unique(a for extra in extras for a in extra.artifacts),
         others=tuple(other for extra in extras for other in extra.others),

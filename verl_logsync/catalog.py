@@ -9,6 +9,8 @@ two runs.
 from __future__ import annotations
 
 import os
+import re
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
@@ -18,6 +20,7 @@ from typing import Final, Literal
 from verl_logsync.discover import Found
 from verl_logsync.fingerprint import Essentials, digest, disagreements
 from verl_logsync.model import (
+    TRAINED,
     Attempt,
     Binding,
     Catalog,
@@ -31,6 +34,7 @@ from verl_logsync.model import (
 
 #: Runs start at step 0 (validation before training) or 1; what starts later was resumed.
 _LATEST_START: Final = 1
+_ROTATED: Final = re.compile(r"\.jsonl\.(\d+)$")
 #: W&B's own name for runs without a project.
 NO_PROJECT: Final = "uncategorized"
 
@@ -67,6 +71,12 @@ class _Chain:
         )
 
     @property
+    def last(self) -> int | None:
+        return max(
+            (f.facts.last_step for f in self.files if f.facts.last_step is not None), default=None
+        )
+
+    @property
     def starts_over(self) -> bool:
         return any(_starts_over(file) for file in self.files)
 
@@ -87,16 +97,27 @@ def _begins(run: RunSources) -> bool:
 def catalog(found: Found, grouping: Grouping) -> Catalog:
     """Group everything found into runs."""
     history, copies = _without_copies([f for f in found.files if f.role == "history"])
+    history, fragments = _without_own_fragments(history)
     configs = [f for f in found.files if f.role == "config"]
     given, rest = _split_given(history, grouping)
     chains = list(given)
     for (project, name), files in sorted(_by_name(rest).items()):
         chains.extend(_chains_of_name(project, name, files, configs))
-    runs = [_run(chain, configs, grouping) for chain in chains]
-    runs = _with_hints(_told_apart(runs))
+    runs = told_apart([_run(chain, configs, grouping) for chain in chains])
+    runs = _with_hints(_explained(runs))
     used = {config.place for run in runs for config in run.configs}
     lonely = [_config_only(config) for config in configs if config.place not in used]
-    skips = (*found.skips, *copies, *lonely)
+    unmatched = [
+        Skip(
+            SkipReason.NO_MATCH,
+            f"--run {name}={pattern}",
+            "no log matches this pattern",
+            "See the paths with: verl-logsync scan",
+        )
+        for name, pattern in grouping.mapping
+        if not any(_matches(file.path, pattern) for file in history)
+    ]
+    skips = (*found.skips, *copies, *fragments, *lonely, *unmatched)
     return Catalog(tuple(runs), tuple(sorted(skips, key=lambda skip: skip.place)))
 
 
@@ -145,6 +166,32 @@ def _is_beginning(file: LogFile, other: LogFile) -> bool:
     return True
 
 
+def _without_own_fragments(files: Sequence[LogFile]) -> tuple[list[LogFile], list[Skip]]:
+    """Drop fragments of our own whose logs are here too, and all but the longest of a run.
+
+    They are no attempts: what they hold would count twice.
+    """
+    here = {digest for f in files if not f.facts.carries for digest in f.digests}
+    longest: dict[str, LogFile] = {}
+    for file in sorted(files, key=lambda f: (f.facts.last_step or 0, f.stamp.size, f.place)):
+        if file.facts.carries:
+            longest[file.facts.run_id] = file
+    kept: list[LogFile] = []
+    skips: list[Skip] = []
+    for file in files:
+        if not file.facts.carries:
+            kept.append(file)
+        elif set(file.facts.carries) <= here:
+            detail = "a fragment of our own; the logs that it was made from are here"
+            skips.append(Skip(SkipReason.DUPLICATE, file.place, detail))
+        elif longest[file.facts.run_id] is not file:
+            detail = f"a fragment of our own; {longest[file.facts.run_id].place} holds more"
+            skips.append(Skip(SkipReason.DUPLICATE, file.place, detail))
+        else:
+            kept.append(file)
+    return kept, skips
+
+
 # -- grouping ------------------------------------------------------------------------------
 
 
@@ -167,40 +214,47 @@ def _split_given(
 
 def _matches(path: Path, pattern: str) -> bool:
     places = {str(path), str(path.absolute()), path.name, *map(str, path.parents)}
-    return any(fnmatch(place, pattern) for place in places)
+    return pattern in places or any(fnmatch(place, pattern) for place in places)
 
 
-def _by_name(files: Iterable[LogFile]) -> dict[tuple[str, str], list[LogFile]]:
+def _by_name(files: Sequence[LogFile]) -> dict[tuple[str, str], list[LogFile]]:
+    """Files by project and name; those of one run id together, whatever their names."""
     groups: dict[tuple[str, str], list[LogFile]] = {}
+    for group in _by_id(files):
+        named = next((f.facts.name for f in group if f.facts.name), group[0].facts.run_id)
+        groups.setdefault((group[0].facts.project, named), []).extend(group)
     for file in files:
-        name = file.facts.name or file.facts.run_id or file.path.stem
-        groups.setdefault((file.facts.project, name), []).append(file)
+        if not file.facts.run_id:
+            name = file.facts.name or file.path.stem
+            groups.setdefault((file.facts.project, name), []).append(file)
     return groups
 
 
 def _chains_of_name(
-    project: str, name: str, files: list[LogFile], configs: Sequence[LogFile]
+    project: str, name: str, files: Sequence[LogFile], configs: Sequence[LogFile]
 ) -> list[_Chain]:
     """The runs of one project and name: first those with ids, then the files without."""
     chains: list[_Chain] = []
     for same_id in _by_id(files):
         chain = _Chain(project, name, list(same_id))
-        for file in sorted(same_id, key=_start_order):
+        for file in same_id:
             chain.config = {**file.facts.config, **chain.config}
         _join(chains, chain)
     for file in sorted((f for f in files if not f.facts.run_id), key=_content_order):
-        nearest = _nearest_config(file, _named(configs, project, name))
+        nearest = _nearest_config(file, _named_for(file, configs, project, name))
         config = dict(nearest.facts.config) if nearest else {}
-        _join(chains, _Chain(project, name, [file], config))
+        full_project = nearest.facts.project if nearest else project
+        _join(chains, _Chain(full_project, name, [file], config))
     return chains
 
 
 def _by_id(files: Iterable[LogFile]) -> list[list[LogFile]]:
-    groups: dict[str, list[LogFile]] = {}
-    for file in files:
+    """Groups of files that have a run id of one project in common, by their start."""
+    groups: dict[tuple[str, str], list[LogFile]] = {}
+    for file in sorted(files, key=_start_order):
         if file.facts.run_id:
-            groups.setdefault(file.facts.run_id, []).append(file)
-    return sorted(groups.values(), key=lambda group: min(map(_start_order, group)))
+            groups.setdefault((file.facts.project, file.facts.run_id), []).append(file)
+    return list(groups.values())
 
 
 def _join(chains: list[_Chain], newcomer: _Chain) -> None:
@@ -231,14 +285,30 @@ def _starts_with(file: LogFile, step: int) -> bool:
 
 
 def _continues(chain: _Chain, newcomer: _Chain) -> bool:
-    """Whether one of the two resumes the other: both may not start at the beginning."""
+    """Whether one of the two resumes inside or at the end of the other."""
     if chain.first is None or newcomer.first is None:
         return False
-    return not (chain.starts_over and newcomer.starts_over)
+    if chain.starts_over and newcomer.starts_over:
+        return False
+    earlier, later = sorted((chain, newcomer), key=lambda c: c.first or 0)
+    return (later.first or 0) <= (earlier.last or 0) + 1
 
 
 def _named(configs: Iterable[LogFile], project: str, name: str) -> list[LogFile]:
     return [c for c in configs if (c.facts.project, c.facts.name) == (project, name)]
+
+
+def _named_for(file: LogFile, configs: Sequence[LogFile], project: str, name: str) -> list[LogFile]:
+    """Configs of that name; a project name with slashes is a path of folders on disk."""
+    parent = file.path.absolute().parent.as_posix()
+    nested = [
+        c
+        for c in configs
+        if c.facts.name == name
+        and "/" in c.facts.project
+        and parent.endswith(f"/{c.facts.project}")
+    ]
+    return _named(configs, project, name) or nested
 
 
 def _nearest_config(file: LogFile, configs: Sequence[LogFile]) -> LogFile | None:
@@ -308,14 +378,26 @@ def _join_attempt(groups: list[list[LogFile]], file: LogFile) -> None:
     groups.insert(later[0] if later else len(groups), [file])
 
 
+def _rotation(file: LogFile) -> int:
+    """What a name says of its file's age: EXP.jsonl.2 is older than .1, and that than EXP.jsonl."""
+    rotated = _ROTATED.search(file.path.name)
+    return -int(rotated[1]) if rotated else 0
+
+
 def _attempt(group: Sequence[LogFile], groups: Sequence[Sequence[LogFile]]) -> Attempt:
     starts = [f.facts.started_at for f in group if f.facts.started_at is not None]
     how: Literal["recorded start", "content", "guess"] = "recorded start" if starts else "content"
     alone = len(groups) == 1
     twins = [g for g in groups if g[0].facts.first_step == group[0].facts.first_step]
-    if not starts and not alone and len(twins) > 1:
+    if not starts and not alone and (len(twins) > 1 or _names_disagree(groups)):
         how = "guess"
     return Attempt(tuple(group), min(starts, default=None), how)
+
+
+def _names_disagree(groups: Sequence[Sequence[LogFile]]) -> bool:
+    """Whether rotated names (.1, .2) tell another order of the attempts than their content."""
+    ages = [_rotation(g[0]) for g in groups if g[0].source == "verl_file"]
+    return any(age < 0 for age in ages) and ages != sorted(ages)
 
 
 # -- runs ----------------------------------------------------------------------------------
@@ -355,11 +437,32 @@ def _first_config(chain: _Chain, configs: Sequence[LogFile]) -> Essentials:
 def _derived_id(chain: _Chain, project: str, fingerprint: str) -> str:
     if chain.given:
         return short_digest("given", project, chain.name)
-    first = min(chain.files, key=_content_order)
-    return short_digest(project, chain.name, fingerprint, first.facts.head_digest)
+    first = min(chain.files, key=_content_order).facts
+    return short_digest(
+        project, chain.name, fingerprint, first.training_digest or first.head_digest
+    )
 
 
-def _told_apart(runs: Sequence[RunSources]) -> list[RunSources]:
+def told_apart(runs: Sequence[RunSources]) -> list[RunSources]:
+    """No two runs share a target: of two that start alike one gets an id of its own.
+
+    (Two starts of a job from scratch may have the first validation record in common.) The run
+    that keeps the id is the one that began to be written first.
+    """
+    taken: set[Target] = set()
+    apart: dict[int, RunSources] = {}
+    for index in sorted(range(len(runs)), key=lambda i: (runs[i].changed_at, runs[i].name)):
+        run = runs[index]
+        if run.target in taken:
+            salt = "+".join(sorted(run.heads)) + "".join(sorted(f.place for f in run.files))
+            run_id = short_digest("twin", run.target.run_id, salt)
+            run = replace(run, target=replace(run.target, run_id=run_id), id_from="derived")
+        taken.add(run.target)
+        apart[index] = run
+    return [apart[index] for index in range(len(runs))]
+
+
+def _explained(runs: Sequence[RunSources]) -> list[RunSources]:
     """Say it aloud when several runs have the same project and name."""
     alike: dict[tuple[str, str], list[RunSources]] = {}
     for run in runs:
@@ -376,8 +479,10 @@ def _why_apart(run: RunSources, others: Sequence[RunSources]) -> str:
     keys = sorted({key for o in others for key in disagreements(_config_of(run), _config_of(o))})
     if keys:
         why = f"the configs differ in {', '.join(keys[:5])}{', ...' if len(keys) > 5 else ''}"
-    else:
+    elif _begins(run) and any(map(_begins, others)):
         why = "both start at the beginning"
+    else:
+        why = "steps are missing between them (to merge them all the same: --run NAME=GLOB)"
     return f"has the same project and name as run {ids}, but is another run: {why}"
 
 
@@ -417,7 +522,8 @@ def _predecessor(run: RunSources, first: int, runs: Sequence[RunSources]) -> Run
 
 def _merge_hint(run: RunSources, before: RunSources, first: int) -> str:
     flags = " ".join(
-        f"--run '{before.name}={file.place}'" for file in (before.files[0], run.files[0])
+        f"--run {shlex.quote(f'{before.name}={file.place}')}"
+        for file in (before.files[0], run.files[0])
     )
     return (
         f"starts at step {first}, inside or at the end of {before.name}: it looks like a resumed "
@@ -446,7 +552,7 @@ def bind(run: RunSources, known: Iterable[Binding]) -> RunSources:
     candidates = [
         b for b in known if b.names_key == run.names_key and b.target.project == run.target.project
     ]
-    same = [b for b in candidates if b.heads & run.heads]
+    same = [b for b in candidates if _same_start(run, b)]
     first = run.first_step
     if not same and run.id_from == "derived" and first is not None and not _begins(run):
         same = [
@@ -459,3 +565,13 @@ def bind(run: RunSources, known: Iterable[Binding]) -> RunSources:
         return run
     best = max(same, key=lambda b: (b.target.run_id == run.target.run_id, b.last_step))
     return replace(run, target=replace(best.target, entity=run.target.entity), id_from="bound")
+
+
+def _same_start(run: RunSources, known: Binding) -> bool:
+    """Whether a run and a known one began with the same records.
+
+    By their training records where both have some: validations of one model may be equal.
+    """
+    ours = {d for d in run.heads if d.startswith(TRAINED)}
+    theirs = {d for d in known.heads if d.startswith(TRAINED)}
+    return bool(ours & theirs) if ours and theirs else bool(run.heads & known.heads)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +20,9 @@ import pyarrow as pa
 from verl_logsync.columns import RUNTIME, STEP, TIMESTAMP, as_numbers
 from verl_logsync.model import AttemptReading, Clock, LogFile, Reading
 from verl_logsync.verl_keys import STEP_SECONDS, TESTING_SECONDS
+
+#: No training step takes longer, in seconds.
+LONGEST_STEP: Final = 30 * 86400.0
 
 _Floats = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -152,8 +155,8 @@ def _step_seconds(rows: pa.Table) -> _Floats | None:
         return None
     seconds = as_numbers(rows.column(key))
     usable = np.isfinite(seconds) & (seconds >= 0)
-    if not usable.any():
-        return None
+    if not usable.any() or float(seconds[usable].max()) > LONGEST_STEP:
+        return None  # whatever was logged there, it is no duration
     seconds = np.where(usable, seconds, 0.0)
     # perf/... is logged with every training step only by versions whose step time (0.6.0 on)
     # does not contain the validation; update_weights came with them.

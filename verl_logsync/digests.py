@@ -113,6 +113,25 @@ def canonical(value: Any) -> Any:
     return value
 
 
+def wire_changes(history: History) -> int:
+    """How many values W&B's wire writes otherwise: -0.0, integers of 2^63 and more, `{}`."""
+    total = 0
+    for name in history.table.column_names:
+        column = history.table.column(name)
+        if pa.types.is_floating(column.type):
+            numbers = column.drop_null().to_numpy()
+            total += int(((numbers == 0) & np.signbit(numbers)).sum())
+        elif pa.types.is_string(column.type):
+            total += sum(_is_rewritten(value) for value in decode(column))
+    return total
+
+
+def _is_rewritten(value: Any) -> bool:
+    if isinstance(value, bool):
+        return False
+    return value == {} or (isinstance(value, int) and not -(2**63) <= value < 2**63)
+
+
 def _canonical_number(value: float) -> int | float | str:
     if math.isnan(value):
         return "NaN"

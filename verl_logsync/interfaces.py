@@ -97,6 +97,9 @@ class Sink(Protocol):
     def find(self, project: Target, keys: Sequence[str]) -> Sequence[Binding]:
         """Runs of a project by the `names_key` of their marker (entity and project count)."""
 
+    def pins(self, target: Target) -> Mapping[str, float]:
+        """What the clock of a run settled on when `look` cannot tell it (see `clock.py`)."""
+
     def can_rewind(self, target: Target) -> bool:
         """Whether the destination offers to drop rows from the end of a run."""
 
@@ -115,8 +118,11 @@ class Sink(Protocol):
     def send(self, parcels: Sequence[Parcel]) -> Mapping[Target, Sent]:
         """Carry out the plans of different runs. Never sends one twice."""
 
-    def rows(self, target: Target, first_step: int) -> Iterator[Mapping[str, Any]]:
-        """Every stored row from `first_step` on, unsampled, ascending."""
+    def probe(self) -> None:
+        """Raise LogsyncError if the destination as a whole is away or refuses us."""
+
+    def rows(self, target: Target) -> Iterator[Mapping[str, Any]]:
+        """Every stored row, unsampled, in stored order."""
 
     def url(self, target: Target) -> str:
         """Where a person can look at the run."""

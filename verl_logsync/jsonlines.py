@@ -11,8 +11,8 @@ import orjson
 
 from verl_logsync.errors import UnreadableInput
 
-#: W&B refuses rows over 10 MB; a longer line is no step record and is never held in memory.
-LONGEST_LINE: Final = 16 << 20
+#: W&B's uploader skips rows over this size; a longer line is never held in memory.
+LONGEST_LINE: Final = (10 << 20) - (100 << 10)
 
 
 class Line(NamedTuple):

@@ -13,10 +13,11 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import quote
 
 import numpy as np
 import orjson
@@ -35,6 +36,8 @@ from verl_logsync.model import (
 )
 
 _FILE_NAME: Final = "ledger.sqlite3"
+#: Goes before remembered paths; another number forgets all verdicts of an older program.
+_VERDICTS: Final = "2:"
 
 #: Named and applied in order, once each. Never edit one that was released; add another.
 MIGRATIONS: Final = (
@@ -203,12 +206,12 @@ class Ledger:
 
     def recall(self) -> RememberedFiles:
         """The verdicts of the last walk, valid where the file did not change since."""
-        rows = self._query("SELECT path, verdict FROM files")
+        rows = self._query("SELECT path, verdict FROM files WHERE path LIKE ?", (f"{_VERDICTS}%",))
         return RememberedFiles(dict(rows))
 
     def remember_files(self, verdicts: Iterable[tuple[str, LogFile]]) -> None:
         """Keep what was recognised under the paths at which it was found."""
-        rows = [(path, _dump(file)) for path, file in verdicts]
+        rows = [(f"{_VERDICTS}{path}", _dump(file)) for path, file in verdicts]
         with self._transaction() as db:
             db.executemany("INSERT OR REPLACE INTO files VALUES (?, ?)", rows)
 
@@ -238,8 +241,8 @@ class Ledger:
     def bindings(self) -> list[Binding]:
         """All known runs, to recognise their files again."""
         rows = self._query(
-            "SELECT entity, project, run_id, names_key, heads, fingerprint, steps FROM runs "
-            "WHERE server=?",
+            "SELECT entity, project, run_id, names_key, heads, fingerprint, substr(steps, -8) "
+            "FROM runs WHERE server=?",
             (self._server,),
         )
         return [
@@ -270,25 +273,7 @@ class Ledger:
 
     def runs(self) -> list[LedgerRun]:
         """Every remembered run of this server."""
-        rows = self._query(
-            "SELECT entity, project, run_id, name, steps, state, confirmed_at, recheck_at, "
-            "exit_code, attention FROM runs WHERE server=? ORDER BY project, name, run_id",
-            (self._server,),
-        )
-        return [
-            LedgerRun(
-                Target(e, p, i),
-                name,
-                len(steps) // 8,
-                _last(steps) if steps else None,
-                state,
-                at,
-                recheck,
-                code,
-                tuple(orjson.loads(attention)),
-            )
-            for e, p, i, name, steps, state, at, recheck, code, attention in rows
-        ]
+        return _ledger_runs(self._query(f"{_RUNS} WHERE server=? {_ORDER}", (self._server,)))
 
     def confirm(
         self,
@@ -342,6 +327,43 @@ def _dump(file: LogFile) -> bytes:
     )
 
 
+_RUNS: Final = (
+    "SELECT entity, project, run_id, name, length(steps) / 8, substr(steps, -8), state, "
+    "confirmed_at, recheck_at, exit_code, attention FROM runs"
+)
+_ORDER: Final = "ORDER BY project, name, run_id"
+
+
+def _ledger_runs(rows: Iterable[tuple[Any, ...]]) -> list[LedgerRun]:
+    return [
+        LedgerRun(
+            Target(entity, project, run_id),
+            name,
+            count,
+            _last(steps) if steps else None,
+            state,
+            at,
+            recheck,
+            code,
+            tuple(orjson.loads(attention)),
+        )
+        for entity, project, run_id, name, count, steps, state, at, recheck, code, attention in rows
+    ]
+
+
+def remembered_runs(folder: Path, server: str | None = None) -> list[LedgerRun]:
+    """Every run in a state folder, of one server or of all; nothing is written."""
+    path = folder / _FILE_NAME
+    if not path.exists():
+        return []
+    where, values = ("WHERE server=?", (server,)) if server is not None else ("", ())
+    try:
+        with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)) as db:
+            return _ledger_runs(db.execute(f"{_RUNS} {where} {_ORDER}", values).fetchall())
+    except sqlite3.Error as error:
+        raise _state_error(folder, error) from error
+
+
 class RememberedFiles:
     """A `Recall`: verdicts by path, each checked against the file as it is now."""
 
@@ -349,12 +371,13 @@ class RememberedFiles:
         self._verdicts = verdicts
 
     def __call__(self, path: Path) -> LogFile | Skip | None:
-        data = self._verdicts.get(str(path))
+        data = self._verdicts.get(f"{_VERDICTS}{path}")
         if data is None:
             return None
         known = orjson.loads(data)
         stamp = Stamp(**known["stamp"])
         if stamp_of(Path(known["path"])) != stamp:
             return None
+        known["facts"]["carries"] = tuple(known["facts"]["carries"])
         facts = Facts(**known["facts"])
         return LogFile(Path(known["path"]), known["source"], stamp, facts, known["role"])

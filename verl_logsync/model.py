@@ -60,6 +60,9 @@ class SkipReason(Enum):
     MALFORMED = "malformed record"
     TOO_LONG = "record too long"
     NO_STEP = "record without a step"
+    UNKNOWN_KIND = "unknown records"
+    FILE_GONE = "file is gone"
+    NO_MATCH = "no match"
     FAILED = "failed"
 
 
@@ -70,6 +73,8 @@ HARMLESS = frozenset(
         SkipReason.CONFIG_ONLY,
         SkipReason.DUPLICATE,
         SkipReason.PARTIAL_LINE,
+        SkipReason.UNKNOWN_KIND,
+        SkipReason.FILE_GONE,
     }
 )
 
@@ -103,6 +108,9 @@ class Facts:
 
     Empty strings and None mean "the file does not say". `config` holds the essentials of the
     training configuration (see `verl_logsync.fingerprint`), empty when the file has none.
+    `head_digest` identifies the first record and `training_digest` the first record of a
+    training step: two starts of a job may have the first validation in common. `carries` are
+    the digests of the logs that a fragment of our own was made from.
     """
 
     entity: str = ""
@@ -115,6 +123,8 @@ class Facts:
     last_step: int | None = None
     opens_with_validation: bool = False
     head_digest: str = ""
+    training_digest: str = ""
+    carries: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +140,23 @@ class LogFile:
     @property
     def place(self) -> str:
         return str(self.path)
+
+    @property
+    def key(self) -> str:
+        """What identifies its content on every machine."""
+        facts = self.facts
+        return facts.head_digest or f"{facts.run_id}@{facts.started_at}"
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """Digests of its first records; training digests are marked."""
+        facts = self.facts
+        own = (facts.head_digest, facts.training_digest and f"{TRAINED}{facts.training_digest}")
+        return facts.carries or tuple(filter(None, own))
+
+
+#: Marks the digest of a training record among others.
+TRAINED = "t:"
 
 
 def short_digest(*words: str) -> str:
@@ -194,7 +221,7 @@ class RunSources:
     @property
     def heads(self) -> frozenset[str]:
         """Digests of the first records of its files: its content's identity."""
-        return frozenset(f.facts.head_digest for a in self.attempts for f in a.files)
+        return frozenset(d for a in self.attempts for f in a.files for d in f.digests)
 
     @property
     def first_step(self) -> int | None:
@@ -365,13 +392,21 @@ class AttemptReading:
 # -- remote, plan, verdict -----------------------------------------------------------------
 
 
+#: The config key under which a run's marker is stored on the server.
+MARKER_KEY = "verl_logsync"
+
+#: A stretch of one log's lines: (key of the log, first line, line after the last).
+Segment = tuple[str, int, int]
+
+
 @dataclass(frozen=True, slots=True)
 class Marker:
     """What the tool writes into a run's config, to find and recognise it again.
 
     It says who the run is, never that it is complete: config arrives before the rows. `heads`
     are the first records' digests of its files, `digest` covers its rows up to `last_step`,
-    `clock` pins the estimated start of attempts (by the attempt's first step).
+    `clock` pins what the estimated clock settled on (see `verl_logsync.clock`), and `events` and
+    `logs` say in which order system metrics and console lines of which log were sent.
     """
 
     names_key: str
@@ -380,6 +415,8 @@ class Marker:
     digest: str
     last_step: int
     clock: Mapping[str, float] = field(default_factory=dict)
+    events: tuple[Segment, ...] = ()
+    logs: tuple[Segment, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,7 +433,6 @@ class RemoteState:
     marker: Marker | None = None
     files: Mapping[str, int] = field(default_factory=dict)
     artifacts: frozenset[tuple[str, str]] = frozenset()
-    pending_artifacts: tuple[str, ...] = ()
 
     @property
     def summary_step(self) -> int | None:
@@ -530,6 +566,7 @@ class Outcome:
     account: Account | None = None
     verdict: Verdict | None = None
     error: LogsyncError | None = None
+    clock: str = ""
     notes: tuple[str, ...] = ()
     url: str = ""
     remembered: ExitCode | None = None

@@ -20,12 +20,20 @@ from typing import TypeVar
 
 from verl_logsync.align import Policy, align
 from verl_logsync.assemble import Surroundings, assemble
-from verl_logsync.catalog import Grouping, bind, catalog
+from verl_logsync.catalog import Grouping, bind, catalog, told_apart
 from verl_logsync.clock import set_clocks
 from verl_logsync.columns import AXES, STEP, TableBuilder
+from verl_logsync.digests import wire_changes
 from verl_logsync.discover import Recall, discover, remember_nothing
-from verl_logsync.errors import AuthError, ExitCode, LogsyncError, Unreachable
-from verl_logsync.interfaces import Parcel, Sink, Source
+from verl_logsync.errors import (
+    AuthError,
+    ExitCode,
+    LogsyncError,
+    RefusedByServer,
+    Unreachable,
+    UnreadableInput,
+)
+from verl_logsync.interfaces import Parcel, Sent, Sink, Source
 from verl_logsync.ledger import Ledger, LedgerRun
 from verl_logsync.model import (
     HARMLESS,
@@ -33,7 +41,6 @@ from verl_logsync.model import (
     Action,
     Attempt,
     AttemptReading,
-    Binding,
     Catalog,
     Confirmed,
     Facts,
@@ -62,6 +69,12 @@ BATCH = 10
 INDEXING, COMPLAINED = 30.0, 3.0
 
 _T = TypeVar("_T")
+
+#: A run is sent at most so often in one upload: a rewind, what it could not carry, and once more
+#: when the rewind was refused.
+_ROUNDS = 3
+#: Words of the uploader about a failure that passes.
+_PASSING = ("408", "413", "429", "500", "502", "503", "504", "timeout", "connection")
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of a stage, how much of it is done, and how much there is."""
@@ -117,7 +130,7 @@ def survey(engine: Engine, paths: Sequence[Path]) -> Catalog:
         ledger.remember_files(found.reached)
     runs = catalog(found, Grouping(settings.entity, settings.project, settings.runs))
     known = ledger.bindings() if ledger is not None else []
-    return replace(runs, runs=tuple(bind(run, known) for run in runs.runs))
+    return replace(runs, runs=tuple(told_apart([bind(run, known) for run in runs.runs])))
 
 
 # -- read and align ------------------------------------------------------------------------
@@ -152,7 +165,7 @@ def load(
 
 def load_or_error(engine: Engine, run: RunSources) -> Loaded | LogsyncError:
     """The same for one run of many; what prevents it is its result."""
-    result = _attempted(run, partial(load, engine, run))
+    result = _attempted(engine, run, partial(load, engine, run))
     if isinstance(result, Outcome):
         assert result.error is not None, "a failed run has an error"
         return result.error
@@ -160,9 +173,27 @@ def load_or_error(engine: Engine, run: RunSources) -> Loaded | LogsyncError:
 
 
 def _read_attempt(engine: Engine, attempt: Attempt) -> AttemptReading:
-    return AttemptReading(
-        attempt, tuple((file, engine.by_name[file.source].read(file)) for file in attempt.files)
-    )
+    return AttemptReading(attempt, tuple((file, _read(engine, file)) for file in attempt.files))
+
+
+def _read(engine: Engine, file: LogFile) -> Reading:
+    """What a file says, provided that it still is the file that was found.
+
+    A job that restarts truncates its log: the new content is another attempt, or another run,
+    and must not be taken for the one that was found.
+    """
+    source = engine.by_name[file.source]
+    reading = source.read(file)
+    now = discover([file.path], [source]).files
+    if (
+        not now
+        or now[0].facts.head_digest != file.facts.head_digest
+        or (now[0].stamp.size < file.stamp.size)
+    ):
+        raise UnreadableInput(
+            "was replaced while it was read", place=file.place, hint="The next upload takes it"
+        )
+    return reading
 
 
 _STORED = "stored rows"
@@ -197,6 +228,7 @@ class _Prepared:
     loaded: Loaded
     ready: Readiness
     held: Held
+    remote: RemoteState | None
     plan: UploadPlan
     parcel: Parcel | None
 
@@ -273,7 +305,7 @@ def _submit(
     """Prepare a batch and hand it over; the error, if no other run would fare better."""
     try:
         failed, prepared = _prepare_batch(engine, sink, batch)
-    except (AuthError, Unreachable) as error:
+    except LogsyncError as error:
         outcomes.extend(_failed(run, error) for run in batch)
         return error
     outcomes.extend(failed)
@@ -325,59 +357,95 @@ def _prepare_batch(
     engine: Engine, sink: Sink, batch: Sequence[RunSources]
 ) -> tuple[list[Outcome], list[_Prepared]]:
     """Ask the server about some runs, read them and plan: those that failed, and the others."""
-    runs = _bound(engine, sink, batch)
-    states = sink.look([run.target for run in runs])
     failed: list[Outcome] = []
     prepared: list[_Prepared] = []
-    for run in runs:
-        result = _attempted(run, partial(_prepare, engine, sink, run, states.get(run.target)))
-        if isinstance(result, Outcome):
-            failed.append(result)
-        else:
-            prepared.append(result)
+    for group in _by_project(batch):
+        bound = _attempted(engine, group[0], partial(_bound_and_known, engine, sink, group))
+        if isinstance(bound, Outcome):
+            assert bound.error is not None, "a failed run has an error"
+            failed.extend(_failed(run, bound.error) for run in group)
+            continue
+        for run, state in bound:
+            result = _attempted(engine, run, partial(_prepare, engine, sink, run, state))
+            if isinstance(result, Outcome):
+                failed.append(result)
+            else:
+                prepared.append(result)
     return failed, prepared
 
 
-def _attempted(run: RunSources, work: Callable[[], _T]) -> _T | Outcome:
+def _by_project(runs: Sequence[RunSources]) -> list[list[RunSources]]:
+    """Groups of runs that the server may refuse together."""
+    groups: dict[Target, list[RunSources]] = {}
+    for run in runs:
+        groups.setdefault(replace(run.target, run_id=""), []).append(run)
+    return list(groups.values())
+
+
+def _bound_and_known(
+    engine: Engine, sink: Sink, runs: Sequence[RunSources]
+) -> list[tuple[RunSources, RemoteState | None]]:
+    """Runs of one project with the targets that they are bound to, and what is there now."""
+    bound = _bound(engine, sink, runs)
+    states = sink.look([run.target for run in bound])
+    return [(run, states.get(run.target)) for run in bound]
+
+
+def _attempted(engine: Engine, run: RunSources, work: Callable[[], _T]) -> _T | Outcome:
     """Do the work of one run; whatever goes wrong is that run's outcome alone."""
     try:
         return work()
-    except (AuthError, Unreachable):
-        raise
-    except LogsyncError as error:
-        return _failed(run, error)
-    except Exception as error:  # noqa: BLE001 - one bad run must never stop the others
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        internal = LogsyncError(
-            f"internal error: {type(error).__name__}: {error} ({Path(where.filename).name}:"
-            f"{where.lineno})",
-            place=run.files[0].place if run.files else run.name,
-            hint="Please report it with the output of: verl-logsync scan --json PATH",
-        )
-        return _failed(run, internal)
+    except Exception as error:
+        known = _explained(run, error)
+        if engine.sink is not None and _concerns_all(engine.sink, known):
+            raise known from error
+        return _failed(run, known)
+
+
+def _explained(run: RunSources, error: Exception) -> LogsyncError:
+    """An error that is ours, or a word about one that should not have happened."""
+    if isinstance(error, LogsyncError):
+        return error
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return LogsyncError(
+        f"internal error: {type(error).__name__}: {error} ({Path(where.filename).name}:"
+        f"{where.lineno})",
+        place=run.files[0].place if run.files else run.name,
+        hint="Please report it with the output of: verl-logsync scan --json PATH",
+    )
+
+
+def _concerns_all(sink: Sink, error: LogsyncError) -> bool:
+    """Whether the server as a whole is away or refuses, so that no other run would fare better."""
+    if not isinstance(error, AuthError | Unreachable):
+        return False
+    try:
+        sink.probe()
+    except LogsyncError:
+        return True
+    return False
 
 
 def _failed(run: RunSources, error: LogsyncError) -> Outcome:
     return Outcome(run.target, run.name, None, error=error, notes=run.notes)
 
 
-def _bound(engine: Engine, sink: Sink, batch: Sequence[RunSources]) -> list[RunSources]:
+def _bound(engine: Engine, sink: Sink, runs: Sequence[RunSources]) -> list[RunSources]:
     """Runs that another machine may have uploaded under another id are found by their marker."""
-    known_here = set()
-    if engine.ledger is not None:
-        known_here = {b.target for b in engine.ledger.bindings()}
-    unknown = [run for run in batch if run.target not in known_here]
-    bindings: list[Binding] = []
-    for project in {replace(run.target, run_id="") for run in unknown}:
-        keys = [r.names_key for r in unknown if replace(r.target, run_id="") == project]
-        bindings.extend(sink.find(project, keys))
-    return [bind(run, bindings) if run in unknown else run for run in batch]
+    known_here = (
+        {b.target for b in engine.ledger.bindings()} if engine.ledger is not None else set()
+    )
+    unknown = [run for run in runs if run.target not in known_here]
+    if not unknown:
+        return list(runs)
+    found = sink.find(replace(runs[0].target, run_id=""), [run.names_key for run in unknown])
+    return told_apart([bind(run, found) if run in unknown else run for run in runs])
 
 
 def _prepare(engine: Engine, sink: Sink, run: RunSources, remote: RemoteState | None) -> _Prepared:
     """Read, align and plan one run."""
     confirmed = engine.ledger.confirmed(run.target) if engine.ledger is not None else None
-    loaded = load(engine, run, _pins(remote, confirmed))
+    loaded = load(engine, run, _pins(remote, confirmed) or sink.pins(run.target))
     if remote is not None and remote.lines and _starts_late(loaded, confirmed):
         loaded = _with_stored_rows(engine, sink, loaded, _pins(remote, confirmed))
     return _planned_with(engine, sink, loaded, remote, confirmed)
@@ -404,7 +472,7 @@ def _with_stored_rows(
     They are aligned like the attempt that wrote them, so that nothing of it is erased and a
     validation record at the resume step merges into its row.
     """
-    rows = list(sink.rows(loaded.run.target, 0))
+    rows = list(sink.rows(loaded.run.target))
     first = int(loaded.history.steps[0])
     if not rows or int(rows[0][STEP]) >= first:
         return loaded
@@ -429,6 +497,17 @@ def _first_trained(history: History) -> float:
     return min(trained, default=math.inf)
 
 
+def readiness_of(loaded: Loaded, settings: Settings, now: float) -> Readiness:
+    """Which rows of a run may be sent, and the state in which that leaves it."""
+    return judge(
+        loaded.history,
+        loaded.around,
+        loaded.run.changed_at,
+        now,
+        Patience(settings.settle, settings.stale_after, settings.final),
+    )
+
+
 def _planned_with(
     engine: Engine,
     sink: Sink,
@@ -437,17 +516,12 @@ def _planned_with(
     confirmed: Confirmed | None,
 ) -> _Prepared:
     settings, run = engine.settings, loaded.run
-    ready = judge(
-        loaded.history,
-        loaded.around,
-        run.changed_at,
-        engine.now(),
-        Patience(settings.settle, settings.stale_after, settings.final),
-    )
+    ready = readiness_of(loaded, settings, engine.now())
     history = loaded.history.head(ready.rows)
     held = held_rows(history, remote, confirmed)
     if held is None:
-        held = held_from_rows(sink.rows(run.target, 0))
+        assert remote is not None, "without a run nothing is held"
+        held = _read_held(sink, run.target, remote)
     extra = loaded.around.extra
     if remote is not None and (extra.files or extra.artifacts):
         remote = sink.with_parts(run.target, remote)
@@ -461,11 +535,38 @@ def _planned_with(
         remote=remote,
         held=held,
         can_rewind=remote is not None and sink.can_rewind(run.target),
+        knows_less=_knows_less(run, remote, confirmed),
+        held_back=len(loaded.history) - ready.rows,
         on_rewrite=settings.on_rewrite,
     )
     plan = make_plan(situation)
     parcel = sink.pack(plan) if plan.sends and _sends(engine) else None
-    return _Prepared(loaded, ready, held, plan, parcel)
+    return _Prepared(loaded, ready, held, remote, plan, parcel)
+
+
+def _read_held(sink: Sink, target: Target, remote: RemoteState) -> Held:
+    """All rows that the server holds; fewer than it counts prove nothing."""
+    held = held_from_rows(sink.rows(target))
+    if len(held.steps) != remote.lines:
+        raise RefusedByServer(
+            f"the server counts {remote.lines} rows of this run but gives {len(held.steps)} back, "
+            "so what it lacks cannot be told; nothing was sent",
+            hint="Run the same command again later",
+        )
+    return held
+
+
+def _knows_less(run: RunSources, remote: RemoteState | None, confirmed: Confirmed | None) -> bool:
+    """Whether the server's rows were made from more logs than are here.
+
+    Then what differs is no news: these files are an older copy. Unless it was we who sent
+    what the server holds.
+    """
+    if remote is None or remote.marker is None:
+        return False
+    if confirmed is not None and len(confirmed.steps) == remote.lines:
+        return False
+    return run.heads < remote.marker.heads
 
 
 def _outcome(prepared: _Prepared, *, rows_sent: int, verdict: Verdict | None) -> Outcome:
@@ -479,9 +580,23 @@ def _outcome(prepared: _Prepared, *, rows_sent: int, verdict: Verdict | None) ->
         state=plan.state,
         account=loaded.account,
         verdict=verdict,
-        notes=(*loaded.run.notes, *loaded.account.notes, *plan.notes),
+        clock=loaded.history.clock,
+        notes=(*loaded.run.notes, *loaded.account.notes, *_data_notes(loaded), *plan.notes),
         rows_planned=plan.rows_to_send,
     )
+
+
+def _data_notes(loaded: Loaded) -> tuple[str, ...]:
+    """What is not as the logs say it, although nothing is wrong."""
+    notes = []
+    if loaded.history.clock == "estimated":
+        notes.append("times are estimated from the durations of the steps")
+    if rewritten := wire_changes(loaded.history):
+        notes.append(
+            f"{rewritten} values are written otherwise on W&B's wire (-0.0 as 0, integers of 2^63 "
+            "and more as floats, empty objects not at all)"
+        )
+    return tuple(notes)
 
 
 # -- send, read back, remember -------------------------------------------------------------
@@ -494,17 +609,23 @@ def _carry_out(engine: Engine, sink: Sink, prepared: Sequence[_Prepared]) -> lis
     that the server refused is planned again without.
     """
     outcomes: dict[Target, Outcome] = {}
-    rows_sent: dict[Target, int] = {}
-    todo = list(prepared)
-    for _ in range(3):
+    todo: list[_Prepared] = []
+    for item in prepared:
+        fresh = _attempted(engine, item.loaded.run, partial(_refreshed, engine, sink, item))
+        if isinstance(fresh, Outcome):
+            outcomes[item.plan.target] = fresh
+        else:
+            todo.append(fresh)
+    for _ in range(_ROUNDS):
         again: list[_Prepared] = []
         for item, outcome in _one_round(engine, sink, todo):
-            rows_sent[outcome.target] = rows_sent.get(outcome.target, 0) + outcome.rows_sent
-            first = outcomes.get(outcome.target)
-            outcomes[outcome.target] = _combined(first, outcome, rows_sent[outcome.target])
-            more = _next_plan(engine, sink, item, outcome)
+            target = item.plan.target
+            outcomes[target] = _combined(outcomes.get(target), outcome)
+            more = _attempted(
+                engine, item.loaded.run, partial(_next_plan, engine, sink, item, outcome)
+            )
             if isinstance(more, Outcome):
-                outcomes[outcome.target] = more
+                outcomes[target] = more
             elif more is not None:
                 again.append(more)
         todo = again
@@ -513,12 +634,30 @@ def _carry_out(engine: Engine, sink: Sink, prepared: Sequence[_Prepared]) -> lis
     return list(outcomes.values())
 
 
-def _combined(first: Outcome | None, second: Outcome, rows: int) -> Outcome:
+def _refreshed(engine: Engine, sink: Sink, item: _Prepared) -> _Prepared:
+    """The same plan, or a new one if the server changed since it was made."""
+    if not item.plan.sends:
+        return item
+    state = sink.look([item.plan.target]).get(item.plan.target)
+    if _holds(state) == _holds(item.remote):
+        return item
+    return _planned_with(engine, sink, item.loaded, state, None)
+
+
+def _holds(state: RemoteState | None) -> tuple[object, ...]:
+    if state is None:
+        return ()
+    return state.lines, state.last_step, state.summary_step, state.events, state.logs
+
+
+def _combined(first: Outcome | None, second: Outcome) -> Outcome:
+    """The outcome of two rounds; rows of a rewind that did not happen were not sent."""
     if first is None:
         return second
-    action = first.action if second.action is Action.APPEND else second.action
+    arrived = first.rows_sent if first.verdict is not None and first.verdict.agrees else 0
+    action = first.action if second.action is Action.APPEND and arrived else second.action
     notes = tuple(dict.fromkeys((*first.notes, *second.notes)))
-    return replace(second, action=action, rows_sent=rows, notes=notes)
+    return replace(second, action=action, rows_sent=arrived + second.rows_sent, notes=notes)
 
 
 def _one_round(
@@ -527,54 +666,89 @@ def _one_round(
     sending = [item for item in prepared if item.plan.sends]
     parcels = [item.parcel for item in sending if item.parcel is not None]
     sent = sink.send(parcels) if parcels else {}
-    complaints = {t: s for t, s in sent.items() if s.error is not None or s.messages}
-    unsent = [item for item in prepared if not item.plan.sends]
-    verdicts = _read_back(engine, sink, sending, bool(complaints))
-    for item in unsent:
-        verdict = None
-        if engine.settings.verify == "full" and item.plan.action is Action.NOTHING:
-            verdict = verify_rows(item.plan, item.held, sink.rows(item.plan.target, 0))
-        if verdict is None or verdict.agrees:
-            _remember(engine, item)
-        yield item, _outcome(item, rows_sent=0, verdict=verdict)
-    for item in sending:
-        target = item.plan.target
-        verdict = verdicts.get(target)
-        outcome = replace(
-            _outcome(item, rows_sent=item.plan.rows_to_send, verdict=verdict),
-            url=sink.url(target),
-        )
-        trouble = sent.get(target)
-        if verdict is not None and verdict.agrees:
-            _remember(engine, item)
-        elif trouble is not None and trouble.error is not None:
-            outcome = replace(outcome, rows_sent=0, error=trouble.error)
-        elif verdict is None:
-            outcome = replace(outcome, notes=(*outcome.notes, "NOT VERIFIED: --verify none"))
-        if trouble is not None and trouble.messages and not (verdict and verdict.agrees):
-            said = tuple(f"the uploader says: {m}" for m in trouble.messages[:5])
-            outcome = replace(outcome, notes=(*outcome.notes, *said))
-        yield item, outcome
+    complained = any(s.error is not None or s.messages for s in sent.values())
+    results = _read_back(engine, sink, sending, complained)
+    for item in prepared:
+        run, said = item.loaded.run, sent.get(item.plan.target, Sent())
+        result = results.get(item.plan.target)
+        finish = partial(_concluded, engine, sink, item, said, result)
+        yield item, _attempted(engine, run, finish)
+
+
+def _concluded(
+    engine: Engine, sink: Sink, item: _Prepared, said: Sent, result: Verdict | LogsyncError | None
+) -> Outcome:
+    """What became of one run in one round; a verified one is remembered."""
+    if not item.plan.sends:
+        return _left_alone(engine, sink, item)
+    verdict = result if isinstance(result, Verdict) else None
+    outcome = replace(
+        _outcome(item, rows_sent=item.plan.rows_to_send, verdict=verdict),
+        url=sink.url(item.plan.target),
+    )
+    if verdict is not None and verdict.agrees:
+        _remember(engine, item)
+        return outcome
+    error = said.error or (result if isinstance(result, LogsyncError) else None)
+    if error is not None:
+        outcome = replace(outcome, rows_sent=0, error=error)
+    elif verdict is None:
+        outcome = replace(outcome, notes=(*outcome.notes, "NOT VERIFIED: --verify none"))
+    words = tuple(f"the uploader says: {m}" for m in said.messages[:5])
+    return replace(outcome, notes=(*outcome.notes, *words))
+
+
+def _left_alone(engine: Engine, sink: Sink, item: _Prepared) -> Outcome:
+    """A run for which nothing is sent."""
+    verdict = None
+    if engine.settings.verify == "full" and item.plan.action is Action.NOTHING and item.remote:
+        verdict = verify_rows(item.plan, item.held, sink.rows(item.plan.target))
+    if item.plan.action is not Action.AHEAD and (verdict is None or verdict.agrees):
+        _remember(engine, item)
+    return _outcome(item, rows_sent=0, verdict=verdict)
 
 
 def _read_back(
     engine: Engine, sink: Sink, items: Sequence[_Prepared], complained: bool
-) -> dict[Target, Verdict]:
-    """Ask the server until it agrees with every plan, or has had its time to index."""
+) -> dict[Target, Verdict | LogsyncError]:
+    """Ask the server until it agrees with every plan, or has had its time to index.
+
+    A question that fails is a question that is asked again; the last failure is the result.
+    """
     if engine.settings.verify == "none" or not items:
         return {}
-    verdicts: dict[Target, Verdict] = {}
+    results: dict[Target, Verdict | LogsyncError] = {}
     end = time.monotonic() + (COMPLAINED if complained else INDEXING)
     pause = 0.1
     open_items = list(items)
     while True:
-        states = sink.look([item.plan.target for item in open_items])
-        for item in open_items:
-            verdicts[item.plan.target] = _verdict(engine, sink, item, states)
-        open_items = [i for i in open_items if not verdicts[i.plan.target].agrees]
+        for group in _same_project(open_items):
+            results.update(_asked(engine, sink, group))
+        open_items = [i for i in open_items if not _agrees(results[i.plan.target])]
         if not open_items or time.monotonic() + pause > end or engine.stop.wait(pause):
-            return verdicts
+            return results
         pause = min(2 * pause, 5.0)
+
+
+def _same_project(items: Sequence[_Prepared]) -> list[list[_Prepared]]:
+    groups: dict[Target, list[_Prepared]] = {}
+    for item in items:
+        groups.setdefault(replace(item.plan.target, run_id=""), []).append(item)
+    return list(groups.values())
+
+
+def _asked(
+    engine: Engine, sink: Sink, items: Sequence[_Prepared]
+) -> dict[Target, Verdict | LogsyncError]:
+    try:
+        states = sink.look([item.plan.target for item in items])
+        return {i.plan.target: _verdict(engine, sink, i, states) for i in items}
+    except LogsyncError as error:
+        return {item.plan.target: error for item in items}
+
+
+def _agrees(result: Verdict | LogsyncError) -> bool:
+    return isinstance(result, Verdict) and result.agrees
 
 
 def _verdict(
@@ -586,27 +760,28 @@ def _verdict(
         state = sink.with_parts(target, state)
     verdict = verify_counts(item.plan, state)
     if verdict.agrees and engine.settings.verify == "full":
-        return verify_rows(item.plan, held_after(item.plan, item.held), sink.rows(target, 0))
+        return verify_rows(item.plan, held_after(item.plan, item.held), sink.rows(target))
     return verdict
 
 
-def _next_plan(
-    engine: Engine, sink: Sink, item: _Prepared, outcome: Outcome
-) -> _Prepared | Outcome | None:
+def _next_plan(engine: Engine, sink: Sink, item: _Prepared, outcome: Outcome) -> _Prepared | None:
     """The plan of a further round; None when this run is done."""
-    plan, run = item.plan, item.loaded.run
-    if plan.action is not Action.REWIND or outcome.error is not None:
+    plan = item.plan
+    refused = outcome.error is None or isinstance(outcome.error, RefusedByServer)
+    if plan.action is not Action.REWIND or not refused:
         return None
     state = sink.look([plan.target]).get(plan.target)
     agreed = outcome.verdict is not None and outcome.verdict.agrees
     if not agreed:
         if state is None or _was_rewound(plan, item.held, state):
             return None
+        if any(word in note for note in outcome.notes for word in _PASSING):
+            return None  # it may well rewind next time; adding rows now would only be undone
         sink.refuses_rewind(plan.target)
-        return _attempted(run, lambda: _planned_with(engine, sink, item.loaded, state, None))
+        return _planned_with(engine, sink, item.loaded, state, None)
     confirmed = engine.ledger.confirmed(plan.target) if engine.ledger is not None else None
-    more = _attempted(run, lambda: _planned_with(engine, sink, item.loaded, state, confirmed))
-    if isinstance(more, Outcome) or more.plan.sends:
+    more = _planned_with(engine, sink, item.loaded, state, confirmed)
+    if more.plan.sends:
         return more
     _remember(engine, more)
     return None

@@ -6,9 +6,9 @@ cannot tell; `make_plan` turns that into one action.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Generic, Literal, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +26,7 @@ from verl_logsync.model import (
     PassThrough,
     RemoteState,
     RunSources,
+    Segment,
     UploadPlan,
 )
 from verl_logsync.readiness import Readiness
@@ -33,6 +34,7 @@ from verl_logsync.readiness import Readiness
 OnRewrite = Literal["rewind", "keep"]
 
 
+_T = TypeVar("_T")
 _Ints = np.ndarray[Any, np.dtype[np.int64]]
 _Hashes = np.ndarray[Any, np.dtype[np.uint64]]
 
@@ -72,7 +74,8 @@ def held_rows(
     digests = row_digests(part)
     if count != remote.lines or overall_digest(digests) != remote.marker.digest:
         return None
-    if differing_counts(key_counts(part), remote.key_counts):
+    counts = {k: n for k, n in key_counts(part).items() if k in _countable(part)}
+    if differing_counts(counts, remote.key_counts):
         return None
     return Held(part.steps, digests)
 
@@ -90,34 +93,40 @@ def held_from_rows(rows: Iterable[Mapping[str, Any]]) -> Held:
 
 
 def key_counts(history: History, first_row: int = 0) -> dict[str, int]:
-    """How many rows (from `first_row` on) have each key; a `{}` is absent on the wire."""
+    """How many rows (from `first_row` on) have each key."""
     counts = {}
     for name in history.table.column_names:
         column = history.table.column(name).slice(first_row)
         count = len(column) - column.null_count
-        if pa.types.is_string(column.type):
-            count -= sum(text == "{}" for text in column.to_pylist())
         if count:
             counts[name] = count
     return counts
 
 
-def differing_counts(meant: Mapping[str, int], found: Mapping[str, int]) -> dict[str, str]:
-    """Keys whose row counts differ. Keys that the server does not list at all are no evidence
-    when it lists none; objects may be listed under their parts (`KEY._type`).
+def _countable(history: History) -> set[str]:
+    """The keys that a server lists by their own name: not objects, which may be listed under
+    their parts (`KEY._type`), nor empty ones, which are absent on the wire.
     """
+    names = [name for name in history.table.column_names if name not in AXES]
+    objects = {name for name in names if _holds_objects(history.table.column(name))}
+    return {n for n in names if n not in objects and n.partition(".")[0] not in objects}
+
+
+def _holds_objects(column: pa.ChunkedArray) -> bool:
+    if not pa.types.is_string(column.type):
+        return False
+    return any(text is not None and text.startswith("{") for text in column.to_pylist())
+
+
+def differing_counts(meant: Mapping[str, int], found: Mapping[str, int]) -> dict[str, str]:
+    """Keys whose row counts differ. A server that lists no keys at all proves nothing."""
     if not found:
         return {}
-    wrong = {}
-    for key, count in meant.items():
-        if key in AXES:
-            continue
-        got = found.get(key)
-        if got is None:
-            got = max((n for k, n in found.items() if k.startswith(f"{key}.")), default=0)
-        if got != count:
-            wrong[key] = f"{count} rows sent, {got} found"
-    return wrong
+    return {
+        key: f"{count} rows meant, {found.get(key, 0)} found"
+        for key, count in meant.items()
+        if key not in AXES and found.get(key, 0) != count
+    }
 
 
 # -- comparing -----------------------------------------------------------------------------
@@ -129,13 +138,14 @@ class Comparison:
 
     The first `shared` rows of the history are held as they are; `extra` held rows follow them
     (changed ones, or ones beyond the history's end), of which `changed` are the steps that the
-    history states otherwise. `branch_step` is the last shared step, `last_held` the highest
-    step held.
+    history states otherwise and `repeated` those held more than once or out of order.
+    `branch_step` is the last shared step, `last_held` the highest step held.
     """
 
     shared: int
     extra: int
     changed: tuple[int, ...]
+    repeated: tuple[int, ...]
     branch_step: int | None
     last_held: int | None
 
@@ -150,6 +160,7 @@ def compare(meant: Held, held: Held) -> Comparison:
         shared,
         len(held.steps) - shared,
         _changed(steps[shared:], digests[shared:], held, shared),
+        _repeated(held.steps),
         int(steps[shared - 1]) if shared else None,
         int(held.steps.max()) if len(held.steps) else None,
     )
@@ -161,12 +172,21 @@ def _changed(steps: _Ints, digests: _Hashes, held: Held, shared: int) -> tuple[i
     return tuple(sorted({step for step, digest in found if meant.get(step, digest) != digest}))
 
 
+def _repeated(steps: _Ints) -> tuple[int, ...]:
+    highest = np.maximum.accumulate(steps)[:-1] if len(steps) else steps
+    return tuple(sorted(set(steps[1:][steps[1:] <= highest].tolist())))
+
+
 # -- planning ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """Everything a plan depends on; `history` holds the rows that are ready."""
+    """Everything a plan depends on.
+
+    `history` holds the rows that are ready, `held_back` more wait. `knows_less` says that the
+    server's rows came from logs of which only some are here.
+    """
 
     run: RunSources
     history: History
@@ -177,6 +197,8 @@ class Situation:
     remote: RemoteState | None
     held: Held
     can_rewind: bool
+    knows_less: bool = False
+    held_back: int = 0
     on_rewrite: OnRewrite = "rewind"
 
 
@@ -184,37 +206,65 @@ def make_plan(situation: Situation) -> UploadPlan:
     """Decide what to send for one run."""
     meant = Held(situation.history.steps, row_digests(situation.history))
     relation = compare(meant, situation.held)
-    action, first_row, branch, notes = _decide(situation, relation)
-    extra = _lacking(situation, rows_only=action is Action.REWIND)
-    if action is Action.NOTHING and _has_more(situation, extra):
-        action = Action.APPEND if extra.carries else Action.FINISH
-    return _filled(situation, relation, action, first_row, branch, extra, notes, meant.digests)
+    decision = _decide(situation, relation)
+    lacking = _lacking(situation, rows_only=decision.action is Action.REWIND)
+    if decision.action is Action.NOTHING and _has_more(situation, lacking.extra):
+        more = Action.APPEND if lacking.extra.carries else Action.FINISH
+        decision = replace(decision, action=more)
+    decision = replace(decision, notes=(*decision.notes, *lacking.notes))
+    return _filled(situation, relation, decision, lacking, meant.digests)
 
 
-def _decide(
-    situation: Situation, relation: Comparison
-) -> tuple[Action, int, int | None, tuple[str, ...]]:
-    """The action, the first row to send, the rewind's branch step, and what to say about it."""
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    """The action, the first row to send, a rewind's branch step, and what to say about it."""
+
+    action: Action
+    first_row: int
+    branch_step: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+def _decide(situation: Situation, relation: Comparison) -> _Decision:
     history, remote = situation.history, situation.remote
     if remote is None:
-        return (
-            Action.NEW if len(history) or situation.around.extra.events else Action.NOTHING,
-            0,
-            None,
-            (),
-        )
+        something = len(history) or any(e.events for _, e in situation.around.streams)
+        return _Decision(Action.NEW if something else Action.NOTHING, 0)
     to_send = len(history) - relation.shared
     if relation.extra == 0:
         if to_send and _would_shift(history, relation, remote):
             return _rewind(situation, relation, "an earlier rewind lost its rows on the way")
-        return (Action.APPEND if to_send else Action.NOTHING), relation.shared, None, ()
+        return _Decision(Action.APPEND if to_send else Action.NOTHING, relation.shared)
+    if relation.repeated:
+        return _rewind(situation, _before_repeats(history, relation), "the server holds rows twice")
     if to_send == 0:
+        return _ahead(situation, relation)
+    if situation.knows_less:
         note = (
-            f"the server holds {relation.extra} rows more than the files, up to step "
-            f"{relation.last_held}; nothing was changed",
+            f"the server holds rows of attempts whose logs are not here (up to step "
+            f"{relation.last_held}): these files are an older copy. Nothing was changed",
         )
-        return Action.AHEAD, len(history), None, note
+        return _Decision(Action.AHEAD, len(history), None, note)
     return _rewind(situation, relation, "rows changed after they were uploaded")
+
+
+def _before_repeats(history: History, relation: Comparison) -> Comparison:
+    """The same, as if nothing from the first repeated step on were shared."""
+    first = int(np.searchsorted(history.steps, relation.repeated[0]))
+    shared = min(first, relation.shared)
+    branch = int(history.steps[shared - 1]) if shared else None
+    return replace(relation, shared=shared, branch_step=branch)
+
+
+def _ahead(situation: Situation, relation: Comparison) -> _Decision:
+    """The server holds rows that follow all of ours."""
+    if situation.held_back and relation.extra <= situation.held_back:
+        return _Decision(Action.NOTHING, len(situation.history))
+    note = (
+        f"the server holds {relation.extra} rows more than the files, up to step "
+        f"{relation.last_held}; nothing was changed",
+    )
+    return _Decision(Action.AHEAD, len(situation.history), None, note)
 
 
 def _would_shift(history: History, relation: Comparison, remote: RemoteState) -> bool:
@@ -228,27 +278,26 @@ def _would_shift(history: History, relation: Comparison, remote: RemoteState) ->
     return summary_step >= next_step or remote.lines > next_step
 
 
-def _rewind(
-    situation: Situation, relation: Comparison, why: str
-) -> tuple[Action, int, int | None, tuple[str, ...]]:
+def _rewind(situation: Situation, relation: Comparison, why: str) -> _Decision:
     history = situation.history
-    step = int(history.steps[relation.shared])
+    start = min(relation.shared, max(len(history) - 1, 0))
+    step = int(history.steps[start]) if len(history) else 0
     if situation.can_rewind and situation.on_rewrite == "rewind":
         branch = relation.branch_step if relation.branch_step is not None else -1
         note = (f"rewound to step {branch}: {why} (from step {step} on)",)
-        return Action.REWIND, relation.shared, branch, note
+        return _Decision(Action.REWIND, relation.shared, branch, note)
     because = (
         "--on-rewrite keep" if situation.on_rewrite == "keep" else "this server cannot rewind a run"
     )
     last = relation.last_held if relation.last_held is not None else -1
     first_new = int(np.searchsorted(history.steps, last, side="right"))
-    changed = relation.changed or (step,)
+    changed = relation.changed or relation.repeated or (step,)
     note = (
         f"OLD ROWS KEPT: {why}, but {because}. Steps {changed[0]}-{changed[-1]} on the server are "
-        "those of an earlier attempt; only newer steps are sent. To get the whole history, upload "
+        "not those of the files; only newer steps are sent. To get the whole history, upload "
         "it as a new run: --run 'NEW_NAME=GLOB'",
     )
-    return Action.KEPT_OLD, first_new, None, note
+    return _Decision(Action.KEPT_OLD, first_new, None, note)
 
 
 def _has_more(situation: Situation, extra: PassThrough) -> bool:
@@ -260,27 +309,90 @@ def _has_more(situation: Situation, extra: PassThrough) -> bool:
     return wanted != "running" and remote.state not in fitting[wanted]
 
 
-def _lacking(situation: Situation, *, rows_only: bool) -> PassThrough:
+def _lacking(situation: Situation, *, rows_only: bool) -> _Lacking:
     """The pass-through records that the server lacks; a rewind must carry rows only."""
     extra, remote = situation.around.extra, situation.remote
-    console = extra.console
-    if situation.ready.state != "running" and extra.unfinished:
-        console = (*console, extra.unfinished)
+    marker = remote.marker if remote is not None else None
     if rows_only:
-        return replace(
-            extra, events=(), console=(), unfinished="", files=(), artifacts=(), others=()
-        )
-    if remote is None:
-        return replace(extra, console=console, unfinished="")
-    return replace(
-        extra,
-        events=extra.events[remote.events :],
-        console=console[remote.logs :],
-        unfinished="",
-        files=tuple(f for f in extra.files if not _is_there(f, remote)),
-        artifacts=tuple(a for a in extra.artifacts if a.key not in remote.artifacts),
-        others=(),
+        carried = replace(extra, files=(), artifacts=(), others=())
+        stored = (marker.events, marker.logs) if marker is not None else ((), ())
+        return _Lacking(carried, *stored, ())
+    events = _continue(
+        [(key, e.events) for key, e in situation.around.streams],
+        marker.events if marker is not None else (),
+        remote.events if remote is not None else 0,
     )
+    logs = _continue(
+        [(key, _lines(e, situation)) for key, e in situation.around.streams],
+        marker.logs if marker is not None else (),
+        remote.logs if remote is not None else 0,
+    )
+    carried = replace(extra, events=events.items, console=logs.items)
+    if remote is not None:
+        carried = replace(
+            carried,
+            files=tuple(f for f in extra.files if not _is_there(f, remote)),
+            artifacts=tuple(a for a in extra.artifacts if a.key not in remote.artifacts),
+            others=(),
+        )
+    strange = [n for n, s in (("system metrics", events), ("console", logs)) if s.strange]
+    notes = tuple(
+        f"the server holds {what} lines that did not come from these logs; none are added"
+        for what in strange
+    )
+    return _Lacking(carried, events.stored, logs.stored, notes)
+
+
+def _lines(extra: PassThrough, situation: Situation) -> tuple[str, ...]:
+    ended = situation.ready.state != "running" and extra.unfinished
+    return (*extra.console, extra.unfinished) if ended else extra.console
+
+
+@dataclass(frozen=True, slots=True)
+class _Lacking:
+    """What goes along with the rows, and what the server's streams consist of afterwards."""
+
+    extra: PassThrough
+    events: tuple[Segment, ...]
+    logs: tuple[Segment, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream(Generic[_T]):
+    items: tuple[_T, ...]
+    stored: tuple[Segment, ...]
+    strange: bool = False
+
+
+def _continue(
+    logs: Sequence[tuple[str, Sequence[_T]]], recorded: Sequence[Segment], held: int
+) -> _Stream[_T]:
+    """What of some logs follows the lines that the server holds.
+
+    The marker records in which order stretches of which log were sent, before they were; the
+    server's line count says how many of them arrived. Lines that are not explained so came
+    from elsewhere: of a single log they are taken for its beginning, otherwise nothing is sent.
+    """
+    stored: list[Segment] = []
+    left = held
+    for key, first, end in recorded:
+        taken = min(end - first, left)
+        if taken:
+            stored.append((key, first, first + taken))
+        left -= taken
+    if left and not recorded and len(logs) == 1:
+        stored.append((logs[0][0], 0, min(left, len(logs[0][1]))))
+        left = 0
+    if left:
+        return _Stream((), tuple(recorded), strange=any(len(lines) for _, lines in logs))
+    items: list[_T] = []
+    for key, lines in logs:
+        reached = max((end for k, _, end in stored if k == key), default=0)
+        if reached < len(lines):
+            items.extend(lines[reached:])
+            stored.append((key, reached, len(lines)))
+    return _Stream(tuple(items), tuple(stored))
 
 
 def _is_there(file: FileRef, remote: RemoteState) -> bool:
@@ -293,47 +405,53 @@ def _is_there(file: FileRef, remote: RemoteState) -> bool:
 def _filled(
     situation: Situation,
     relation: Comparison,
-    action: Action,
-    first_row: int,
-    branch: int | None,
-    extra: PassThrough,
-    notes: tuple[str, ...],
+    decision: _Decision,
+    lacking: _Lacking,
     digests: _Hashes,
 ) -> UploadPlan:
     run, history, ready = situation.run, situation.history, situation.ready
-    summary = summarise(
-        history, situation.around.extra.summary, defined=bool(situation.around.extra.metrics)
-    )
-    marker = Marker(
-        run.names_key,
-        run.heads,
-        run.fingerprint,
-        # Rows that differ on the server must never be taken for these by another machine.
-        "" if action is Action.KEPT_OLD else overall_digest(digests),
-        history.last_step if history.last_step is not None else -1,
-        situation.pins,
-    )
+    recorded = situation.around.extra
+    summary = summarise(history, recorded.summary, defined=bool(recorded.metrics))
     plan = UploadPlan(
         target=run.target,
         name=run.name,
-        action=action,
+        action=decision.action,
         history=history,
         digests=digests,
-        first_row=first_row,
-        branch_step=branch,
-        extra=extra,
+        first_row=decision.first_row,
+        branch_step=decision.branch_step,
+        extra=lacking.extra,
         summary=summary,
-        sends_summary=_sends_summary(situation, first_row, summary),
+        sends_summary=_sends_summary(situation, decision.first_row, summary),
         config=situation.around.config,
-        marker=marker,
+        marker=_marker(situation, decision, lacking, digests),
         state=ready.state,
         exit_code=ready.exit_code,
         started_at=situation.started_at,
         new_run=situation.remote is None,
         expect=_NO_EXPECTATION,
-        notes=(*notes, *ready.notes),
+        notes=(*decision.notes, *ready.notes),
     )
     return replace(plan, expect=_expectation(situation, relation, plan))
+
+
+def _marker(
+    situation: Situation, decision: _Decision, lacking: _Lacking, digests: _Hashes
+) -> Marker:
+    run, history, remote = situation.run, situation.history, situation.remote
+    known = remote.marker.heads if remote is not None and remote.marker is not None else ()
+    return Marker(
+        run.names_key,
+        # Logs that are gone by now made rows that are still there.
+        run.heads.union(known),
+        run.fingerprint,
+        # Rows that differ on the server must never be taken for these by another machine.
+        "" if decision.action is Action.KEPT_OLD else overall_digest(digests),
+        history.last_step if history.last_step is not None else -1,
+        situation.pins,
+        lacking.events,
+        lacking.logs,
+    )
 
 
 def _sends_summary(situation: Situation, first_row: int, summary: Mapping[str, Any]) -> bool:
@@ -357,16 +475,19 @@ _NO_EXPECTATION: Final = Expectation(0, 0, 0, None, {}, None, "running")
 def _expectation(situation: Situation, relation: Comparison, plan: UploadPlan) -> Expectation:
     remote, history = situation.remote, situation.history
     rewinds = plan.action is Action.REWIND
+    countable = _countable(history)
     if rewinds or remote is None:
-        base_lines, base_counts, first_counted = relation.shared if rewinds else 0, {}, 0
+        base_lines, base_counts, first_counted = plan.first_row if rewinds else 0, {}, 0
     else:
         base_lines, base_counts, first_counted = (
             remote.lines,
             dict(remote.key_counts),
             plan.first_row,
         )
+    base_counts = {k: n for k, n in base_counts.items() if k in countable}
     for key, count in key_counts(history, first_counted).items():
-        base_counts[key] = base_counts.get(key, 0) + count
+        if key in countable:
+            base_counts[key] = base_counts.get(key, 0) + count
     comparable = rewinds or remote is None or bool(remote.key_counts) or not remote.lines
     return Expectation(
         lines=base_lines + plan.rows_to_send,

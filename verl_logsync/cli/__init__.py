@@ -52,6 +52,12 @@ def main() -> NoReturn:
         # Whoever read us has left (| head); writing on would only raise again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(ExitCode.OK)
+    except Exception as error:
+        if os.environ.get("VERL_LOGSYNC_DEBUG"):
+            raise
+        _say(f"verl-logsync: internal error: {type(error).__name__}: {error}")
+        _say("  -> Please report it; VERL_LOGSYNC_DEBUG=1 shows where it happened")
+        sys.exit(ExitCode.INTERNAL)
 
 
 def _say(text: str) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import click
 
 from verl_logsync.cli.options import grouping_options, paths_argument, settings_from
+from verl_logsync.settings import Settings
 
 
 @click.command()
@@ -25,9 +27,9 @@ def scan(paths: tuple[Path, ...], as_json: bool, **options: Any) -> int:
 
     found, loaded = api.scan(paths, settings)
     if as_json:
-        _print_json(found, loaded)
+        _print_json(found, loaded, settings)
     else:
-        _print_text(found, loaded)
+        _print_text(found, loaded, settings)
     skips = list(found.skips)
     for _, result in loaded:
         skips.extend(result.account.skips if hasattr(result, "account") else ())
@@ -35,8 +37,9 @@ def scan(paths: tuple[Path, ...], as_json: bool, **options: Any) -> int:
     return 3 if failed or any(skip.reason not in HARMLESS for skip in skips) else 0
 
 
-def _print_text(found: Any, loaded: Any) -> None:
+def _print_text(found: Any, loaded: Any, settings: Settings) -> None:
     from verl_logsync.errors import LogsyncError
+    from verl_logsync.pipeline import readiness_of
     from verl_logsync.reports.text import counted, error_lines, run_lines, skip_lines
 
     for run, result in loaded:
@@ -47,7 +50,9 @@ def _print_text(found: Any, loaded: Any) -> None:
             rows = f"{len(history)} rows" + (
                 f", steps {history.steps[0]}..{history.last_step}" if len(history) else ""
             )
-            lines = list(run_lines(run, f"time {history.clock}", rows, result.account))
+            ready = readiness_of(result, settings, time.time())
+            state = f"{ready.state}, time {history.clock}"
+            lines = [*run_lines(run, state, rows, result.account), *(f"  {n}" for n in ready.notes)]
         for line in lines:
             click.echo(line)
     for line in skip_lines(found.skips):
@@ -56,11 +61,12 @@ def _print_text(found: Any, loaded: Any) -> None:
     click.echo(f"{counted(len(found.runs), 'run')}, {left_out} left out")
 
 
-def _print_json(found: Any, loaded: Any) -> None:
+def _print_json(found: Any, loaded: Any, settings: Settings) -> None:
     import orjson
 
     from verl_logsync.align import missing_steps
     from verl_logsync.errors import LogsyncError
+    from verl_logsync.pipeline import readiness_of
     from verl_logsync.reports.as_json import (
         account_values,
         catalog_values,
@@ -78,5 +84,7 @@ def _print_json(found: Any, loaded: Any) -> None:
         entry["last_step"] = history.last_step
         entry["missing_steps"] = missing_steps(history.steps)
         entry["clock"] = history.clock
+        ready = readiness_of(result, settings, time.time())
+        entry["state"], entry["state_notes"] = ready.state, list(ready.notes)
         entry["account"] = account_values(result.account)
     click.echo(orjson.dumps(values, option=orjson.OPT_INDENT_2).decode())

@@ -97,12 +97,11 @@ def upload(paths: tuple[Path, ...], as_json: bool, quiet: bool, **options: Any) 
 
 
 def _print(report: Any, quiet: bool) -> None:
-    from verl_logsync.reports.text import outcome_lines, report_lines
+    from verl_logsync.reports.text import outcome_lines, problem_lines, report_lines
 
     for outcome in report.outcomes:
         if not quiet or int(outcome.exit_code) != 0:
             for line in outcome_lines(outcome):
                 click.echo(line)
-    for line in report_lines(report):
-        if not quiet:
-            click.echo(line)
+    for line in problem_lines(report.skips) if quiet else report_lines(report):
+        click.echo(line)

@@ -33,6 +33,7 @@ def outcome_values(outcome: Outcome) -> dict[str, Any]:
         "name": outcome.name,
         "action": outcome.action.value if outcome.action else None,
         "state": outcome.state,
+        "clock": outcome.clock,
         "rows_sent": outcome.rows_sent,
         "rows_planned": outcome.rows_planned,
         "rows_total": outcome.rows_total,

@@ -91,17 +91,20 @@ def account_lines(account: Account) -> Iterator[str]:
 def skip_lines(skips: Iterable[Skip]) -> Iterator[str]:
     """What was left out: every problem, and the first of the harmless ones."""
     skips = list(skips)
-    for skip in skips:
-        if skip.reason not in HARMLESS:
-            yield f"skipped {skip}"
+    yield from problem_lines(skips)
     harmless = [skip for skip in skips if skip.reason in HARMLESS]
     yield from (f"skipped {skip}" for skip in harmless[:_NAMED])
     if len(harmless) > _NAMED:
         yield f"skipped {len(harmless) - _NAMED} more files (see: verl-logsync scan --json)"
 
 
+def problem_lines(skips: Iterable[Skip]) -> Iterator[str]:
+    """What was left out although it should not have been."""
+    yield from (f"skipped {skip}" for skip in skips if skip.reason not in HARMLESS)
+
+
 def report_lines(report: Report) -> Iterator[str]:
-    """An upload's report without the outcomes, which were printed as they came."""
+    """An upload's report without the outcomes: what was left out, and the totals."""
     yield from skip_lines(report.skips)
     if not report.outcomes:
         yield "nothing to upload" + _looked_at(report.catalog)

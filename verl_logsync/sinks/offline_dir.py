@@ -8,18 +8,26 @@ replaced when its history changed, so the output always holds the whole present 
 from __future__ import annotations
 
 import filecmp
+import glob
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from verl_logsync.columns import STEP
 from verl_logsync.errors import LogsyncError, StateError
 from verl_logsync.interfaces import Parcel, Sent
-from verl_logsync.model import Binding, RemoteState, Target, UploadPlan
-from verl_logsync.transaction_log import Damage, history_row, read_records, summary_updates
-from verl_logsync.transaction_log.fragment import folder_name, write_fragment
+from verl_logsync.model import MARKER_KEY, Binding, Marker, RemoteState, Target, UploadPlan
+from verl_logsync.transaction_log import (
+    Damage,
+    config_updates,
+    history_row,
+    read_records,
+    summary_updates,
+)
+from verl_logsync.transaction_log.fragment import folder_name, read_marker, write_fragment
 
 
 class OfflineDirSink:
@@ -28,6 +36,7 @@ class OfflineDirSink:
     def __init__(self, output: Path) -> None:
         self._output = output
         self._written: dict[Target, tuple[Path, UploadPlan]] = {}
+        self._earlier: dict[Target, Marker] | None = None
 
     def look(self, targets: Sequence[Target]) -> Mapping[Target, RemoteState]:
         """What was written for these targets by this sink, read back from the files."""
@@ -38,8 +47,31 @@ class OfflineDirSink:
         return state
 
     def find(self, project: Target, keys: Sequence[str]) -> Sequence[Binding]:
-        """Nothing: a folder is written anew from the logs each time."""
-        return ()
+        """The runs that were written here before, so that they keep their ids."""
+        found = []
+        for target, marker in self._before().items():
+            if target.project == project.project and marker.names_key in keys:
+                found.append(
+                    Binding(
+                        replace(target, entity=project.entity),
+                        marker.names_key,
+                        marker.heads,
+                        marker.fingerprint,
+                        marker.last_step,
+                    )
+                )
+        return found
+
+    def pins(self, target: Target) -> Mapping[str, float]:
+        """What the clock of a run written before settled on."""
+        marker = self._before().get(replace(target, entity=""))
+        return marker.clock if marker is not None else {}
+
+    def _before(self) -> Mapping[Target, Marker]:
+        """The markers of the folders that an earlier call left, read once."""
+        if self._earlier is None:
+            self._earlier = dict(_markers(self._output))
+        return self._earlier
 
     def can_rewind(self, target: Target) -> bool:
         """Never needed."""
@@ -48,14 +80,17 @@ class OfflineDirSink:
     def refuses_rewind(self, target: Target) -> None:
         """Never called: nothing is rewound."""
 
-    def rows(self, target: Target, first_step: int) -> Iterator[Mapping[str, Any]]:
+    def rows(self, target: Target) -> Iterator[Mapping[str, Any]]:
         """The rows in the written file."""
         folder, _ = self._written[target]
         for entry in read_records(folder / f"run-{target.run_id}.wandb"):
             if not isinstance(entry, Damage) and entry.kind == "history":
                 step, row = history_row(entry.record)
-                if step is not None and step >= first_step:
+                if step is not None:
                     yield {STEP: step, **row}
+
+    def probe(self) -> None:
+        """A folder refuses nobody."""
 
     def warm_up(self) -> None:
         """Nothing to prepare."""
@@ -89,6 +124,9 @@ class OfflineDirSink:
         place = self._output / folder_name(parcel.plan)
         work = parcel.folder.parent
         try:
+            for old in self._output.glob(f"offline-run-*-{glob.escape(parcel.plan.target.run_id)}"):
+                if old != place:  # the same run, under an earlier estimate of its start
+                    old.rename(work / old.name)
             if not _same(parcel.folder, place):
                 _replace(parcel.folder, place, work / "old")
         except OSError as error:
@@ -126,6 +164,19 @@ class OfflineDirSink:
             files={n: 0 for n in plan.expect.files if (folder / "files" / n).is_file()},
             artifacts=plan.expect.artifacts if kinds.get("artifact", 0) else frozenset(),
         )
+
+
+def _markers(output: Path) -> Iterator[tuple[Target, Marker]]:
+    for log in sorted(output.glob("offline-run-*/run-*.wandb")):
+        try:
+            entry = next((e for e in read_records(log) if not isinstance(e, Damage)), None)
+            config = config_updates(entry.record) if entry and entry.kind == "run" else {}
+        except (LogsyncError, ValueError):
+            continue
+        marker = read_marker(config.get(MARKER_KEY))
+        if entry is not None and marker is not None:
+            run = entry.record.run
+            yield Target("", run.project, run.run_id), marker
 
 
 def _unwritable(place: Path, error: OSError) -> StateError:

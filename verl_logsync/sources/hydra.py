@@ -24,7 +24,9 @@ OVERRIDES: Final = "hydra_overrides"
 _LARGEST: Final = 8 << 20
 _STARTED: Final = re.compile(r"(\d{4}-\d{2}-\d{2})/(\d{2}-\d{2}-\d{2})$")
 _ALIAS: Final = re.compile(r"^[^#\n]*[:\-]\s*\*\w", re.MULTILINE)
-_FOREIGN: Final = re.compile(r"\$\{(?=\s*(oc\.env|now|hydra)\b)")
+# A call of a resolver, or a name that is itself computed: what it gives may depend on this
+# machine. `oc.select` only reads the config itself.
+_CALLS: Final = re.compile(r"\$\{(?!\s*oc\.select:)[^}]*:|\$\{[^}]*\$\{")
 
 
 class Hydra:
@@ -101,7 +103,7 @@ def read_config(path: Path) -> dict[str, Any]:
         config = OmegaConf.create(text)
     except OSError as error:
         raise UnreadableInput(f"cannot be read: {error.strerror}", place=str(path)) from error
-    except (UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
+    except (ValueError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
         raise NotALog(
             f"is no Hydra config: {_first_line(error)}", place=str(path), hint=hint
         ) from (error)
@@ -119,7 +121,7 @@ def read_overrides(path: Path) -> list[str]:
 
     try:
         words = yaml.safe_load(path.read_bytes()[:_LARGEST])
-    except (OSError, yaml.YAMLError, RecursionError):
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return []
     return [word for word in words if isinstance(word, str)] if isinstance(words, list) else []
 
@@ -141,7 +143,9 @@ def _escaped(value: Any) -> Any:
         return {key: _escaped(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_escaped(item) for item in value]
-    return _FOREIGN.sub(r"\\${", value) if isinstance(value, str) else value
+    if isinstance(value, str) and _CALLS.search(value):
+        return value.replace("${", "\\${")
+    return value
 
 
 def _plain(node: Any) -> Any:

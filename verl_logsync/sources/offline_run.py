@@ -22,6 +22,7 @@ from verl_logsync.errors import LogsyncError, NotALog, UnreadableInput
 from verl_logsync.fingerprint import essentials
 from verl_logsync.interfaces import Candidate
 from verl_logsync.model import (
+    MARKER_KEY,
     ArtifactRef,
     Ending,
     Facts,
@@ -33,6 +34,7 @@ from verl_logsync.model import (
     SkipReason,
     Stamp,
 )
+from verl_logsync.secrets_mask import mask_words
 from verl_logsync.transaction_log import (
     BLOCK_SIZE,
     UNKNOWN,
@@ -49,10 +51,11 @@ from verl_logsync.transaction_log import (
 from verl_logsync.verl_keys import is_validation_only
 
 _FOLDER: Final = re.compile(r"^(offline-)?run-(\d{8})_(\d{6})-(.+)$")
+_RUN_ID: Final = re.compile(r"[^/\\#?%:.\x00-\x20][^/\\#?%:\x00-\x1f]{0,127}")
 # The run record comes first; the first row follows after a few records about the machine.
 _HEAD_RECORDS: Final = 400
 _TAIL_BYTES: Final = 4 * BLOCK_SIZE
-_PASSED_ON: Final = frozenset({"alert", "use_artifact", "tbrecord", "preempting"})
+_PASSED_ON: Final = frozenset({"alert", "use_artifact", "tbrecord", "preempting", "telemetry"})
 
 
 class OfflineRun:
@@ -135,47 +138,68 @@ def _facts(path: Path, stamp: Stamp) -> Facts:
         if entry.kind == "run":
             facts = _facts_of_run(entry.record, facts)
         elif entry.kind == "history":
-            facts = _with_first_row(facts, entry)
-            break
+            facts = _with_row(facts, entry)
+            if facts.training_digest:
+                break
     return replace(facts, last_step=_last_step(path, stamp, facts.first_step))
 
 
 def _facts_of_name(path: Path) -> Facts:
     named = _FOLDER.match(path.parent.name)
     if not named:
-        return Facts(run_id=path.stem.removeprefix("run-"))
+        return Facts(run_id=usable_run_id(path.stem.removeprefix("run-")))
     try:
         started = datetime.strptime(f"{named[2]}{named[3]}", "%Y%m%d%H%M%S").timestamp()
     except ValueError:
-        return Facts(run_id=named[4])
-    return Facts(run_id=named[4], started_at=started)
+        return Facts(run_id=usable_run_id(named[4]))
+    return Facts(run_id=usable_run_id(named[4]), started_at=started)
 
 
 def _facts_of_run(record: Any, known: Facts) -> Facts:
     run = record.run
-    started = timestamp(run.start_time) if run.HasField("start_time") else known.started_at
+    started = _sane(timestamp(run.start_time)) if run.HasField("start_time") else None
+    try:
+        config = config_updates(record)
+    except ValueError:
+        config = {}  # said when the file is read
     return replace(
         known,
         entity=run.entity,
         project=run.project,
         name=run.display_name,
-        run_id=run.run_id or known.run_id,
-        started_at=started,
-        config=essentials(config_updates(record)),
+        run_id=usable_run_id(run.run_id) or known.run_id,
+        started_at=started if started is not None else known.started_at,
+        config=essentials(config),
+        carries=_carried(config.get(MARKER_KEY)),
     )
 
 
-def _with_first_row(facts: Facts, entry: Entry) -> Facts:
+def _carried(marker: object) -> tuple[str, ...]:
+    """The logs that a fragment of our own was made from."""
+    heads = marker.get("heads") if isinstance(marker, dict) else None
+    return tuple(map(str, heads)) if isinstance(heads, list) else ()
+
+
+def usable_run_id(text: str) -> str:
+    """A run id as W&B takes it, else nothing: it becomes part of paths and addresses."""
+    return text if _RUN_ID.fullmatch(text) else ""
+
+
+def _sane(seconds: float) -> float | None:
+    """A time between 1990 and 2100; a damaged one is none."""
+    return seconds if 631152000 <= seconds <= 4102444800 else None
+
+
+def _with_row(facts: Facts, entry: Entry) -> Facts:
     try:
         step, row = history_row(entry.record)
     except ValueError:
         return facts
-    return replace(
-        facts,
-        first_step=step,
-        opens_with_validation=is_validation_only(row),
-        head_digest=hashlib.blake2b(entry.payload, digest_size=8).hexdigest(),
-    )
+    digest = hashlib.blake2b(entry.payload, digest_size=8).hexdigest()
+    validates = is_validation_only(row)
+    if not facts.head_digest:
+        facts = replace(facts, first_step=step, opens_with_validation=validates, head_digest=digest)
+    return facts if validates else replace(facts, training_digest=digest)
 
 
 def _last_step(path: Path, stamp: Stamp, first: int | None) -> int | None:
@@ -228,7 +252,12 @@ class _Contents:
             return
         handler = getattr(self, f"_take_{entry.kind}", None)
         if handler is not None:
-            handler(entry)
+            try:
+                handler(entry)
+            except (ValueError, RecursionError) as error:
+                place = f"{self._file.place} (byte {entry.offset})"
+                detail = f"{entry.kind} record: {error}"[:300]
+                self._skips.append(Skip(SkipReason.MALFORMED, place, detail))
         elif entry.kind in _PASSED_ON:
             self._records["other"].append(entry.payload)
         elif entry.kind == UNKNOWN:
@@ -252,7 +281,7 @@ class _Contents:
         self._config.update(config_updates(entry.record))
         self._summary.update(summary_updates(entry.record))
         if run.HasField("start_time"):
-            self._started_at = timestamp(run.start_time)
+            self._started_at = _sane(timestamp(run.start_time)) or self._started_at
 
     def _take_config(self, entry: Entry) -> None:
         self._config.update(config_updates(entry.record))
@@ -288,6 +317,14 @@ class _Contents:
         place = f"{self._file.place} (byte {entry.offset})"
         self._skips.append(Skip(reason, place, detail, records=1))
 
+    def _take_environment(self, entry: Entry) -> None:
+        words = entry.record.environment.args
+        if words:
+            masked = mask_words(list(words))
+            del words[:]
+            words.extend(masked)
+        self._records["other"].append(bytes(entry.record.SerializeToString()))
+
     def _take_stats(self, entry: Entry) -> None:
         self._events.append(entry.payload)
         self._ended_at = max(self._ended_at or 0.0, timestamp(entry.record.stats.timestamp))
@@ -309,24 +346,32 @@ class _Contents:
 
     def _take_files(self, entry: Entry) -> None:
         for item in entry.record.files.files:
-            for path in self._matching(item.path):
+            found = list(self._matching(item.path))
+            for path in found:
                 name = path.relative_to(self._folder / "files").as_posix()
                 self._files[name] = FileRef(name, path, item.policy, item.type)
+            if not found and not any(c in item.path for c in "*?["):
+                place = f"{self._file.place} (byte {entry.offset})"
+                hint = f"Copy it to {str(self._folder / 'files')!r} if it still exists"
+                self._skips.append(
+                    Skip(SkipReason.FILE_GONE, place, f"the run's file {item.path!r}", hint)
+                )
 
     def _take_exit(self, entry: Entry) -> None:
         code = entry.record.exit.exit_code
         self._ending = Ending(code, f"exit record, code {code}")
 
     def _matching(self, name: str) -> Iterator[Path]:
-        """Existing files of the run folder; a name that leads out of it matches nothing."""
-        root = (self._folder / "files").resolve()
+        """Existing files of the run folder; a name that leads out of it matches nothing.
+
+        `wandb.save` puts links to the user's files there, which are followed.
+        """
+        root = self._folder / "files"
         wanted = Path(name)
         if wanted.is_absolute() or ".." in wanted.parts:
             return
         paths = root.glob(name) if any(c in name for c in "*?[") else [root / name]
-        for path in paths:
-            if path.is_file() and path.resolve().is_relative_to(root):
-                yield self._folder / "files" / path.relative_to(root)
+        yield from (path for path in paths if path.is_file())
 
     def _with_present_files(self, entry: Entry) -> bytes | None:
         """The artifact's record with paths that exist here; None (and a Skip) if one is lost.
@@ -361,6 +406,9 @@ class _Contents:
             )
         if not self._steps:
             self._skips.append(_no_history(self._file.place))
+        if self._unknown:
+            detail = f"{self._unknown} records of kinds that this version of wandb does not know"
+            self._skips.append(Skip(SkipReason.UNKNOWN_KIND, self._file.place, detail))
         console, unfinished = console_lines(self._console)
         return Reading(
             self._table(),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from verl_logsync.columns import AXES, STEP, TableBuilder
-from verl_logsync.errors import NotALog
+from verl_logsync.errors import NotALog, UnreadableInput
 from verl_logsync.interfaces import Candidate
 from verl_logsync.jsonlines import LONGEST_LINE, Line, parse_line, read_lines
 from verl_logsync.model import Facts, LogFile, Reading, Skip, SkipReason, Stamp
@@ -27,6 +27,8 @@ _COPY_MARKS: Final = re.compile(
     r"|(?<=\.jsonl)\.(\d+|bak|old|prev|orig|save|copy))$"
 )
 _TAIL_BYTES: Final = 1 << 20
+# So far into a file whose name promises a log a first record is looked for.
+_SEARCHED: Final = 64 << 20
 # So many bad lines are named one by one; of a file full of them the rest is counted.
 _SKIPS_NAMED: Final = 100
 
@@ -42,10 +44,12 @@ class VerlFile:
         if candidate.names is not None:
             return None
         named_so = bool(_NAMED_SO.search(candidate.path.name))
-        if not candidate.head.strip(b"\0\n\r "):
-            return _nothing_yet(candidate.path) if named_so else None
         first = _first_record(candidate.head)
+        if first is None and named_so and candidate.stamp.size > len(candidate.head):
+            first = _first_record_beyond(candidate.path)
         if first is None:
+            if not candidate.head.strip(b"\0\n\r "):
+                return _nothing_yet(candidate) if named_so else None
             return _refusal(candidate) if named_so else None
         step, opens_with_validation, line = first
         facts = Facts(
@@ -54,7 +58,8 @@ class VerlFile:
             first_step=step,
             last_step=_last_step(candidate.path, candidate.stamp, step),
             opens_with_validation=opens_with_validation,
-            head_digest=hashlib.blake2b(line, digest_size=8).hexdigest(),
+            head_digest=_digest(line),
+            training_digest=_training_digest(candidate, line, opens_with_validation),
         )
         return LogFile(candidate.path, self.name, candidate.stamp, facts)
 
@@ -82,7 +87,9 @@ class _Rows:
 
     def take(self, line: Line) -> None:
         if line.too_long:
-            self._skip(line, SkipReason.TOO_LONG, f"longer than {LONGEST_LINE >> 20} MiB")
+            self._skip(
+                line, SkipReason.TOO_LONG, f"over {LONGEST_LINE:,} bytes, which W&B does not take"
+            )
             return
         try:
             record = parse_line(line.data)
@@ -151,8 +158,25 @@ def experiment_name(file_name: str) -> str:
     return name
 
 
-def _nothing_yet(path: Path) -> Skip:
-    return Skip(SkipReason.NOTHING_YET, str(path), "the file is empty", "It is read next time.")
+def _nothing_yet(candidate: Candidate) -> Skip:
+    size = candidate.stamp.size
+    detail = "the file is empty" if not size else f"{size} bytes, all of them blank"
+    return Skip(SkipReason.NOTHING_YET, str(candidate.path), detail, "It is read next time.")
+
+
+def _first_record_beyond(path: Path) -> tuple[int, bool, bytes] | None:
+    """The first record of a file whose beginning is damaged: a hole that a truncation under an
+    open writer leaves, or a long line of junk.
+    """
+    try:
+        for line in read_lines(path):
+            if line.offset > _SEARCHED:
+                return None
+            if not line.too_long and (found := _first_record(line.data.lstrip(b"\0"))):
+                return found
+    except UnreadableInput:
+        pass  # it will be said when the file is read
+    return None
 
 
 def _refusal(candidate: Candidate) -> Skip:
@@ -181,6 +205,31 @@ def _first_record(head: bytes) -> tuple[int, bool, bytes] | None:
         if found:
             return int(found[1]), _opens_with_validation(line), line
     return None
+
+
+def _digest(line: bytes) -> str:
+    return hashlib.blake2b(line.strip(b"\0\r\n "), digest_size=8).hexdigest()
+
+
+def _training_digest(candidate: Candidate, first: bytes, validates: bool) -> str:
+    """Of the first record with results of a training step; empty while there is none."""
+    if not validates:
+        return _digest(first)
+    for line in _head(candidate, _TAIL_BYTES).split(b"\n")[:-1]:
+        if _RECORD_START.match(line.lstrip(b"\0")) and not _opens_with_validation(line):
+            return _digest(line)
+    return ""
+
+
+def _head(candidate: Candidate, size: int) -> bytes:
+    """So many first bytes of a file, of which the candidate may hold fewer."""
+    if len(candidate.head) >= min(size, candidate.stamp.size):
+        return candidate.head
+    try:
+        with candidate.path.open("rb") as stream:
+            return stream.read(size)
+    except OSError:
+        return candidate.head
 
 
 def _opens_with_validation(line: bytes) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 
 from verl_logsync.columns import STEP, json_values, to_json
 from verl_logsync.errors import StateError
-from verl_logsync.model import Action, FileRef, History, Marker, UploadPlan
+from verl_logsync.model import MARKER_KEY, Action, FileRef, History, Marker, Segment, UploadPlan
 from verl_logsync.transaction_log.writer import (
     TransactionLogWriter,
     encode_history,
@@ -27,8 +27,6 @@ from verl_logsync.transaction_log.writer import (
     encode_record,
 )
 
-#: The config key under which a run's marker is stored on the server.
-MARKER_KEY: Final = "verl_logsync"
 #: Rows are encoded in stretches of this size, which bounds memory.
 _STRETCH: Final = 4096
 # W&B's limits; longer ones are refused at upload.
@@ -37,7 +35,9 @@ _LONGEST_NAME, _LONGEST_TAG = 128, 64
 
 def folder_name(plan: UploadPlan) -> str:
     """`offline-run-DATE_TIME-ID`, by the run's own start."""
-    started = datetime.fromtimestamp(plan.started_at or 0.0, tz=timezone.utc)
+    # Folder names are for people; a time that no calendar has must not stop an upload.
+    seconds = min(max(plan.started_at or 0.0, 0.0), 4102444800.0)
+    started = datetime.fromtimestamp(seconds, tz=timezone.utc)
     return f"offline-run-{started:%Y%m%d_%H%M%S}-{plan.target.run_id}"
 
 
@@ -55,6 +55,7 @@ def write_fragment(
         StateError: the folder cannot be written.
     """
     folder = parent / folder_name(plan)
+    assert folder.parent == parent, "a run id is no path"
     try:
         (folder / "files").mkdir(parents=True, exist_ok=True)
         for file in plan.extra.files:
@@ -144,7 +145,32 @@ def marker_value(marker: Marker) -> dict[str, Any]:
         "digest": marker.digest,
         "last_step": marker.last_step,
         "clock": dict(marker.clock),
+        "events": [list(segment) for segment in marker.events],
+        "logs": [list(segment) for segment in marker.logs],
     }
+
+
+def read_marker(stored: object) -> Marker | None:
+    """A marker from the value in a run's config; None when it cannot be understood."""
+    if not isinstance(stored, Mapping):
+        return None
+    try:
+        return Marker(
+            str(stored["names_key"]),
+            frozenset(map(str, stored["heads"])),
+            str(stored["fingerprint"]),
+            str(stored["digest"]),
+            int(stored["last_step"]),
+            {str(k): float(v) for k, v in dict(stored["clock"]).items()},
+            _segments(stored["events"]),
+            _segments(stored["logs"]),
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _segments(stored: Any) -> tuple[Segment, ...]:
+    return tuple((str(key), int(first), int(end)) for key, first, end in stored)
 
 
 def _files_record(pb: Any, plan: UploadPlan) -> Any:

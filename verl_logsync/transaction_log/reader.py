@@ -251,7 +251,7 @@ def _parse_json(names: list[Any], texts: list[str]) -> list[object]:
         # The tokens NaN and Infinity, which orjson rightly refuses, or real damage.
         try:
             values = json.loads(joined)
-        except ValueError:
+        except (ValueError, RecursionError):
             values = []
     if len(values) == len(texts):
         return list(values)
@@ -261,6 +261,6 @@ def _parse_json(names: list[Any], texts: list[str]) -> list[object]:
 def _parse_one(name: str | Iterable[str], text: str) -> object:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         shown = name if isinstance(name, str) else ".".join(name)
         raise ValueError(f"the value of {shown!r} is not JSON: {text[:80]!r}") from error

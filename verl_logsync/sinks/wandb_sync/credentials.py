@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import configparser
+import hashlib
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
-from urllib.parse import urlsplit
+from urllib.parse import urlsplit, urlunsplit
 
 from verl_logsync.errors import AuthError, UsageError
 
@@ -18,9 +19,20 @@ _CLOUD: Final = "https://api.wandb.ai"
 class Server:
     """A W&B server and the key for it. The key never appears in the repr."""
 
-    base_url: str
+    base_url: str = field(repr=False)
     api_key: str = field(repr=False)
     key_from: str
+
+    @property
+    def shown_url(self) -> str:
+        """The address without a login that it may contain."""
+        return _without_login(self.base_url)
+
+    @property
+    def account(self) -> str:
+        """Names this server and this key in the ledger, giving neither login nor key away."""
+        digest = hashlib.blake2b(self.api_key.encode(), digest_size=6).hexdigest()
+        return f"{self.shown_url} key {digest}"
 
 
 def find_server() -> Server:
@@ -34,7 +46,7 @@ def find_server() -> Server:
     host = urlsplit(base_url).hostname
     if not base_url.startswith(("http://", "https://")) or not host:
         raise UsageError(
-            f"WANDB_BASE_URL is no http(s) address: {base_url!r}",
+            f"WANDB_BASE_URL is no http(s) address: {_without_login(base_url)!r}",
             hint="Set it like: export WANDB_BASE_URL=https://wandb.example.com",
         )
     key = os.environ.get("WANDB_API_KEY")
@@ -47,6 +59,11 @@ def find_server() -> Server:
         f"there is no API key for {host}",
         hint="Set WANDB_API_KEY, or log in once with: wandb login",
     )
+
+
+def _without_login(url: str) -> str:
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
 def _from_settings() -> str:

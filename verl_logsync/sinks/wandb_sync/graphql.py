@@ -79,7 +79,7 @@ class GraphQL:
         url = f"{self._server.base_url}/graphql"
         left = self._deadline.left
         if left <= 0:
-            raise self._deadline.exceeded(url)
+            raise self._deadline.exceeded(self._server.shown_url)
         try:
             response = self._session().post(
                 url,
@@ -88,9 +88,9 @@ class GraphQL:
             )
         except requests.RequestException as error:
             if self._deadline.left <= 0:
-                raise self._deadline.exceeded(url) from error
+                raise self._deadline.exceeded(self._server.shown_url) from error
             raise Unreachable(
-                f"{self._server.base_url} cannot be reached ({_why(error)})",
+                f"{self._server.shown_url} cannot be reached ({_why(error)})",
                 hint="Check the address in WANDB_BASE_URL, the network and the proxy",
             ) from error
         return self._data(response)
@@ -100,12 +100,12 @@ class GraphQL:
             raise self._denied(f"answered {response.status_code}")
         if response.status_code in _RETRIED:
             raise Unreachable(
-                f"{self._server.base_url} answered {response.status_code}",
+                f"{self._server.shown_url} answered {response.status_code}",
                 hint="Nothing is lost: run the same command again later",
             )
         if response.status_code != 200:
             raise RefusedByServer(
-                f"{self._server.base_url} answered {response.status_code}: "
+                f"{self._server.shown_url} answered {response.status_code}: "
                 f"{mask_text(response.text[:200])}"
             )
         try:
@@ -113,7 +113,7 @@ class GraphQL:
             data = answer.get("data")
         except (ValueError, AttributeError):
             raise Unreachable(
-                f"{self._server.base_url} does not answer like a W&B server",
+                f"{self._server.shown_url} does not answer like a W&B server",
                 hint="Check WANDB_BASE_URL; a proxy's page may stand in between",
             ) from None
         if answer.get("errors"):
@@ -125,11 +125,11 @@ class GraphQL:
         text = mask_text(str(first.get("message", first) if isinstance(first, dict) else first))
         if any(word in text.lower() for word in ("permission", "denied", "unauthor", "login")):
             raise self._denied(f"says: {text}")
-        raise RefusedByServer(f"{self._server.base_url} says: {text}")
+        raise RefusedByServer(f"{self._server.shown_url} says: {text}")
 
     def _denied(self, what: str) -> LogsyncError:
         return AuthError(
-            f"{self._server.base_url} {what} to the key from {self._server.key_from}",
+            f"{self._server.shown_url} {what} to the key from {self._server.key_from}",
             hint="Check the key with: wandb login --verify, and the entity with --entity",
         )
 

@@ -14,8 +14,8 @@ from verl_logsync.errors import Unreachable
 from verl_logsync.sinks.wandb_sync.credentials import Server
 
 
-def scan_history(server: Server, path: str, first_step: int) -> Iterator[Mapping[str, Any]]:
-    """Every row of a run from a step on, ascending.
+def scan_history(server: Server, path: str) -> Iterator[Mapping[str, Any]]:
+    """Every row of a run, ascending.
 
     Args:
         path: `entity/project/run_id`.
@@ -27,13 +27,13 @@ def scan_history(server: Server, path: str, first_step: int) -> Iterator[Mapping
     os.environ.setdefault("WANDB_BASE_URL", server.base_url)
     os.environ.setdefault("WANDB_SILENT", "true")
     import wandb
-    from wandb.errors import CommError
+    from wandb.errors import Error
 
     try:
         run = wandb.Api(api_key=server.api_key).run(path)
-        for row in run.scan_history(min_step=first_step):
+        for row in run.scan_history():
             yield dict(row)
-    except (CommError, ValueError, OSError) as error:
+    except (Error, ValueError, OSError) as error:
         raise Unreachable(
             f"the rows of {path} cannot be read back ({type(error).__name__})",
             hint="Run the same command again later, or use --verify counts",

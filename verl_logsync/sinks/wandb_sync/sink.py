@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from verl_logsync.columns import STEP, from_json
-from verl_logsync.errors import AuthError, LogsyncError, RunDeleted, StateError, Unreachable
+from verl_logsync.errors import (
+    AuthError,
+    LogsyncError,
+    RefusedByServer,
+    RunDeleted,
+    StateError,
+    Unreachable,
+)
 from verl_logsync.interfaces import Parcel, Sent
-from verl_logsync.model import Action, Binding, Marker, RemoteState, Target, UploadPlan
+from verl_logsync.model import MARKER_KEY, Action, Binding, RemoteState, Target, UploadPlan
 from verl_logsync.secrets_mask import mask_text
 from verl_logsync.sinks.wandb_sync.child import (
     ChildResult,
@@ -24,11 +33,12 @@ from verl_logsync.sinks.wandb_sync.child import (
 from verl_logsync.sinks.wandb_sync.credentials import Server
 from verl_logsync.sinks.wandb_sync.graphql import Deadline, GraphQL
 from verl_logsync.sinks.wandb_sync.official_scan import scan_history
-from verl_logsync.transaction_log.fragment import MARKER_KEY, write_fragment
+from verl_logsync.transaction_log.fragment import read_marker, write_fragment
 
 #: A child holds four open files a fragment; a thousand fragments meet the usual limit.
 CHILD_FRAGMENTS: Final = 100
 _PAGE: Final = 100
+_SHORTEST_WAIT: Final = 20.0
 _HISTORY_PAGE: Final = 1000
 
 _RUNS: Final = """
@@ -44,12 +54,25 @@ query VerlLogsyncRuns($entity: String!, $project: String!, $filters: JSONString,
   }
 }
 """
-_PARTS: Final = """
-query VerlLogsyncParts($entity: String!, $project: String!, $run: String!) {
+_FILES: Final = """
+query VerlLogsyncFiles($entity: String!, $project: String!, $run: String!, $after: String) {
   project(name: $project, entityName: $entity) {
     run(name: $run) {
-      files(first: 5000) { edges { node { name sizeBytes } } }
-      outputArtifacts(first: 1000) { edges { node { digest state artifactSequence { name } } } }
+      files(first: 100, after: $after) {
+        edges { node { name sizeBytes } } pageInfo { endCursor hasNextPage }
+      }
+    }
+  }
+}
+"""
+_ARTIFACTS: Final = """
+query VerlLogsyncArtifacts($entity: String!, $project: String!, $run: String!, $after: String) {
+  project(name: $project, entityName: $entity) {
+    run(name: $run) {
+      outputArtifacts(first: 50, after: $after) {
+        edges { node { digest state artifactSequence { name } } }
+        pageInfo { endCursor hasNextPage }
+      }
     }
   }
 }
@@ -97,7 +120,8 @@ class WandbSink:
         self._cannot_rewind: set[Target] = set()
         self._uploaders: dict[Kind, Uploader] = {}
         self._started = 0
-        self._packed = 0
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
         self._prepared = False
         self._closed = False
 
@@ -116,18 +140,27 @@ class WandbSink:
 
     def with_parts(self, target: Target, state: RemoteState) -> RemoteState:
         """The same state with the run's files and artifacts, which cost a question of their own."""
-        run = self._run(_PARTS, target, {})
-        files = {n["name"]: int(n.get("sizeBytes") or 0) for n in _nodes(run.get("files"))}
-        committed, pending = set(), []
-        for node in _nodes(run.get("outputArtifacts")):
-            name = (node.get("artifactSequence") or {}).get("name", "")
-            if node.get("state") == "COMMITTED":
-                committed.add((name, node.get("digest", "")))
-            else:
-                pending.append(name)
-        return replace(
-            state, files=files, artifacts=frozenset(committed), pending_artifacts=tuple(pending)
-        )
+        files = {
+            node["name"]: int(node.get("sizeBytes") or 0)
+            for node in self._all(_FILES, target, "files")
+        }
+        committed = {
+            ((node.get("artifactSequence") or {}).get("name", ""), node.get("digest", ""))
+            for node in self._all(_ARTIFACTS, target, "outputArtifacts")
+            if node.get("state") == "COMMITTED"
+        }
+        return replace(state, files=files, artifacts=frozenset(committed))
+
+    def _all(self, query: str, target: Target, what: str) -> Iterator[Mapping[str, Any]]:
+        """Every node of one of a run's connections, page by page."""
+        after = None
+        while True:
+            connection = self._run(query, target, {"after": after}).get(what) or {}
+            yield from _nodes(connection)
+            page = connection.get("pageInfo") or {}
+            after = page.get("endCursor")
+            if not page.get("hasNextPage") or not after:
+                return
 
     def find(self, project: Target, keys: Sequence[str]) -> Sequence[Binding]:
         """Runs of a project that carry a marker with one of these names."""
@@ -144,24 +177,38 @@ class WandbSink:
                 )
         return found
 
-    def rows(self, target: Target, first_step: int) -> Iterator[Mapping[str, Any]]:
-        """Every stored row from a step on, unsampled: by our query, else by W&B's own scan."""
+    def pins(self, target: Target) -> Mapping[str, float]:
+        """Nothing: `look` reads the marker that holds them."""
+        return {}
+
+    def probe(self) -> None:
+        """Ask who we are: the one question that every server answers to every good key."""
+        if not isinstance(self._graphql.ask(_VIEWER, {}).get("viewer"), dict):
+            raise self._unknown_key()
+
+    def rows(self, target: Target) -> Iterator[Mapping[str, Any]]:
+        """Every stored row, unsampled: by our query, else by W&B's own scan."""
         state = self.look([target]).get(target)
-        if state is None or state.last_step is None:
+        if state is None or not state.lines:
             return
-        rows = list(self._pages(target, first_step, state.last_step))
-        if first_step == 0 and len(rows) < state.lines:
+        rows = list(self._pages(target, state))
+        if len(rows) < state.lines:
             path = f"{self._entity(target.entity)}/{target.project}/{target.run_id}"
-            rows = list(scan_history(self._server, path, first_step))
+            rows = list(scan_history(self._server, path)) or rows
         yield from rows
 
-    def _pages(self, target: Target, first_step: int, last: int) -> Iterator[Mapping[str, Any]]:
-        for start in range(first_step, last + 1, _HISTORY_PAGE):
-            page = {"from": start, "to": start + _HISTORY_PAGE, "size": _HISTORY_PAGE}
-            for line in self._run(_HISTORY, target, page).get("history") or ():
-                row = from_json(line) if isinstance(line, str) else line
-                if start <= row.get(STEP, -1) < start + _HISTORY_PAGE:
-                    yield row
+    def _pages(self, target: Target, state: RemoteState) -> Iterator[Mapping[str, Any]]:
+        """Rows page by page; windows over steps without rows grow, so gaps cost little."""
+        start, width, left = 0, _HISTORY_PAGE, state.lines
+        last = state.last_step if state.last_step is not None else -1
+        while start <= last and left > 0:
+            page = {"from": start, "to": start + width, "size": max(_HISTORY_PAGE, left)}
+            lines = self._run(_HISTORY, target, page).get("history") or ()
+            rows = [from_json(line) if isinstance(line, str) else line for line in lines]
+            rows = [row for row in rows if start <= row.get(STEP, -1) < start + width]
+            yield from rows
+            left -= len(rows)
+            start, width = start + width, width if rows else 16 * width
 
     def can_rewind(self, target: Target) -> bool:
         """Whether the server's schema offers it and did not refuse it for this run."""
@@ -179,7 +226,7 @@ class WandbSink:
 
     def url(self, target: Target) -> str:
         """Where a person can look at the run."""
-        app = self._server.base_url.replace("://api.wandb.ai", "://wandb.ai")
+        app = self._server.shown_url.replace("://api.wandb.ai", "://wandb.ai")
         return f"{app}/{self._entity(target.entity)}/{target.project}/runs/{target.run_id}"
 
     def _runs(
@@ -220,12 +267,15 @@ class WandbSink:
         if self._default_entity is None:
             viewer = self._graphql.ask(_VIEWER, {}).get("viewer")
             if not isinstance(viewer, dict):
-                raise AuthError(
-                    f"{self._server.base_url} does not know the key from {self._server.key_from}",
-                    hint="Set WANDB_API_KEY, or log in once with: wandb login",
-                )
+                raise self._unknown_key()
             self._default_entity = viewer.get("entity") or viewer.get("username") or ""
         return self._default_entity
+
+    def _unknown_key(self) -> AuthError:
+        return AuthError(
+            f"{self._server.shown_url} does not know the key from {self._server.key_from}",
+            hint="Set WANDB_API_KEY, or log in once with: wandb login",
+        )
 
     # -- sending --------------------------------------------------------------------------
 
@@ -236,8 +286,7 @@ class WandbSink:
     def pack(self, plan: UploadPlan) -> Parcel:
         """Write the plan's fragment."""
         entity = self._entity(plan.target.entity)
-        self._packed += 1
-        parent = self._outbox() / f"fragment-{self._packed}"
+        parent = self._outbox() / f"fragment-{next(self._numbers)}"
         return Parcel(plan, write_fragment(plan, parent, entity=entity, files="link"))
 
     def send(self, parcels: Sequence[Parcel]) -> Mapping[Target, Sent]:
@@ -262,10 +311,11 @@ class WandbSink:
     def _outbox(self) -> Path:
         """The folder for fragments; what a killed upload left in it is never sent again."""
         try:
-            if not self._prepared:
-                shutil.rmtree(self._work, ignore_errors=True)
-                self._prepared = True
-            self._work.mkdir(parents=True, exist_ok=True)
+            with self._lock:  # the reading and the sending thread both come here
+                if not self._prepared:
+                    shutil.rmtree(self._work, ignore_errors=True)
+                    self._prepared = True
+                self._work.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StateError(
                 f"cannot be written: {error.strerror}",
@@ -294,14 +344,15 @@ class WandbSink:
         result = self._uploader(kind).sync(
             [parcel.folder for parcel in group],
             kind_environment(resume=resume, finish=finish),
-            self._deadline.left,
+            # One run that hangs may cost its batch, not all the time of the others.
+            min(self._deadline.left, max(_SHORTEST_WAIT, self._deadline.left / 3)),
         )
         return {p.plan.target: self._sent(p.plan.target, result) for p in group}
 
     def _sent(self, target: Target, result: ChildResult) -> Sent:
         messages = _messages(result.output, target.run_id)
         if result.timed_out:
-            return Sent(self._deadline.exceeded(self._server.base_url), messages)
+            return Sent(self._deadline.exceeded(self._server.shown_url), messages)
         return Sent(_meaning(target, messages), messages)
 
 
@@ -338,21 +389,26 @@ def _messages(output: str, run_id: str) -> tuple[str, ...]:
 
 def _meaning(target: Target, messages: Sequence[str]) -> LogsyncError | None:
     """What the uploader's words mean for the user; None when they do not settle it."""
-    text = " ".join(messages).lower()
-    if "409" in text or "previously created and deleted" in text:
+    text = " ".join(messages)
+    if re.search(r"\b409\b|previously created and deleted", text):
         return RunDeleted(
             f"run {target.run_id} was deleted on the server, which never takes its id again",
             hint="Upload it as a new run: --run 'NEW_NAME=GLOB'",
         )
-    if "401" in text or "403" in text or "permission denied" in text:
+    if re.search(r"\b40[13]\b|permission denied", text, re.IGNORECASE):
         return AuthError(
             f"the key may not write to {target.entity or 'the default entity'}/{target.project}",
             hint="Check --entity and --project, or the key with: wandb login --verify",
         )
-    if "connection refused" in text or "no such host" in text:
+    if re.search(r"connection refused|no such host", text, re.IGNORECASE):
         return Unreachable(
             "the server went away while rows were sent",
             hint="Nothing is lost: run the same command again",
+        )
+    if re.search(r"\b4(00|13|22)\b", text):
+        return RefusedByServer(
+            f"the server refuses this run or its rows: {messages[0][:200]}",
+            hint="Check its names (--project, --run) and the size of its rows",
         )
     return None
 
@@ -390,7 +446,7 @@ def _remote_state(node: Mapping[str, Any]) -> RemoteState:
         last_step=_last_step(node.get("historyTail"), keys),
         summary=_object(node.get("summaryMetrics")),
         key_counts=counts,
-        marker=_marker(_object(node.get("config"))),
+        marker=read_marker(_object(_object(node.get("config")).get(MARKER_KEY)).get("value")),
     )
 
 
@@ -404,18 +460,3 @@ def _last_step(tail: Any, keys: Mapping[str, Any]) -> int | None:
         pass  # the list of keys says it too
     last = keys.get("lastStep")
     return int(last) if isinstance(last, int | float) and last >= 0 else None
-
-
-def _marker(config: Mapping[str, Any]) -> Marker | None:
-    stored = _object(_object(config.get(MARKER_KEY)).get("value"))
-    try:
-        return Marker(
-            str(stored["names_key"]),
-            frozenset(map(str, stored["heads"])),
-            str(stored["fingerprint"]),
-            str(stored["digest"]),
-            int(stored["last_step"]),
-            {str(k): float(v) for k, v in dict(stored["clock"]).items()},
-        )
-    except (KeyError, TypeError, ValueError):
-        return None
