@@ -259,14 +259,34 @@ def _by_id(files: Iterable[LogFile]) -> list[list[LogFile]]:
 
 def _join(chains: list[_Chain], newcomer: _Chain) -> None:
     """Add files to the run that they belong to, or as a run of their own."""
-    for chain in reversed(chains):
-        if disagreements(chain.config, newcomer.config):
-            continue
-        if _is_other_source(chain, newcomer) or _continues(chain, newcomer):
-            chain.files.extend(newcomer.files)
-            chain.config = {**newcomer.config, **chain.config}
-            return
-    chains.append(newcomer)
+    fitting = [
+        chain
+        for chain in chains
+        if not disagreements(chain.config, newcomer.config)
+        and (_is_other_source(chain, newcomer) or _continues(chain, newcomer))
+        and _may_follow(chain, newcomer)
+    ]
+    if not fitting:
+        chains.append(newcomer)
+        return
+    # Of several runs of one name the one in the same folder is meant, else the latest.
+    chain = max(fitting, key=lambda c: (bool(_folders(c) & _folders(newcomer)), chains.index(c)))
+    chain.files.extend(newcomer.files)
+    chain.config = {**newcomer.config, **chain.config}
+
+
+def _folders(chain: _Chain) -> set[Path]:
+    """Where its files lie; every offline run has a folder of its own beside the others."""
+    return {
+        f.path.parent.parent if f.source == "offline_run" else f.path.parent for f in chain.files
+    }
+
+
+def _may_follow(chain: _Chain, newcomer: _Chain) -> bool:
+    """Whether what a path held at earlier uploads belongs to that run too."""
+    before = {digest for file in newcomer.files for digest in file.before}
+    known = {digest for file in chain.files for digest in (*file.digests, *file.before)}
+    return not before or bool(before & known)
 
 
 def _is_other_source(chain: _Chain, newcomer: _Chain) -> bool:
@@ -561,6 +581,8 @@ def bind(run: RunSources, known: Iterable[Binding]) -> RunSources:
             if first <= b.last_step + 1
             and (not run.fingerprint or b.fingerprint in ("", run.fingerprint))
         ]
+    before = {digest for file in run.files for digest in file.before}
+    same = [b for b in same if b.heads & before] or same
     if not same:
         return run
     best = max(same, key=lambda b: (b.target.run_id == run.target.run_id, b.last_step))

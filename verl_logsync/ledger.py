@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
@@ -37,7 +37,7 @@ from verl_logsync.model import (
 
 _FILE_NAME: Final = "ledger.sqlite3"
 #: Goes before remembered paths; another number forgets all verdicts of an older program.
-_VERDICTS: Final = "2:"
+_VERDICTS: Final = "3:"
 
 #: Named and applied in order, once each. Never edit one that was released; add another.
 MIGRATIONS: Final = (
@@ -380,4 +380,23 @@ class RememberedFiles:
             return None
         known["facts"]["carries"] = tuple(known["facts"]["carries"])
         facts = Facts(**known["facts"])
-        return LogFile(Path(known["path"]), known["source"], stamp, facts, known["role"])
+        return LogFile(
+            Path(known["path"]),
+            known["source"],
+            stamp,
+            facts,
+            known["role"],
+            tuple(known["before"]),
+        )
+
+    def with_memory(self, path: str, file: LogFile) -> LogFile:
+        """The same log file, knowing what its path held before."""
+        data = self._verdicts.get(f"{_VERDICTS}{path}")
+        if data is None:
+            return file
+        known = orjson.loads(data)
+        old = LogFile(
+            file.path, known["source"], file.stamp, Facts(**known["facts"]), before=()
+        ).digests
+        gone = set(known["before"]) | (set(old) if not set(old) & set(file.digests) else set())
+        return replace(file, before=tuple(sorted(gone)))

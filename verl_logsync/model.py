@@ -129,13 +129,18 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class LogFile:
-    """One log file that a source recognises. `role` says what it gives to its run."""
+    """One log file that a source recognises. `role` says what it gives to its run.
+
+    `before` are the digests of logs that the same path held at earlier uploads: verl truncates
+    its log at a restart, and the new one belongs to the run of the old one.
+    """
 
     path: Path
     source: str
     stamp: Stamp
     facts: Facts
     role: Literal["history", "config"] = "history"
+    before: tuple[str, ...] = ()
 
     @property
     def place(self) -> str:

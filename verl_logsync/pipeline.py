@@ -34,7 +34,7 @@ from verl_logsync.errors import (
     UnreadableInput,
 )
 from verl_logsync.interfaces import Parcel, Sent, Sink, Source
-from verl_logsync.ledger import Ledger, LedgerRun
+from verl_logsync.ledger import Ledger, LedgerRun, RememberedFiles
 from verl_logsync.model import (
     HARMLESS,
     Account,
@@ -86,7 +86,7 @@ def no_progress(stage: str, done: int, total: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """One run, read and aligned."""
+    """One run, read and aligned. `continued` says that rows of the server are in it."""
 
     run: RunSources
     history: History
@@ -94,6 +94,7 @@ class Loaded:
     around: Surroundings
     pins: Mapping[str, float]
     started_at: float | None
+    continued: bool = False
 
 
 @dataclass(slots=True)
@@ -126,8 +127,10 @@ def survey(engine: Engine, paths: Sequence[Path]) -> Catalog:
     found = discover(
         paths, engine.sources, recall, excluded=(settings.state_folder, settings.output)
     )
-    if ledger is not None:
-        ledger.remember_files(found.reached)
+    if ledger is not None and isinstance(recall, RememberedFiles):
+        reached = tuple((path, recall.with_memory(path, file)) for path, file in found.reached)
+        found = replace(found, files=tuple(file for _, file in reached), reached=reached)
+        ledger.remember_files(reached)
     runs = catalog(found, Grouping(settings.entity, settings.project, settings.runs))
     known = ledger.bindings() if ledger is not None else []
     return replace(runs, runs=tuple(told_apart([bind(run, known) for run in runs.runs])))
@@ -483,7 +486,8 @@ def _with_stored_rows(
         f"its log starts at step {first}: the file was replaced at a restart. Rows that only "
         "the server still has stay there (verl-logsync scan shows the files)"
     )
-    return replace(whole, account=replace(whole.account, notes=(*whole.account.notes, note)))
+    account = replace(whole.account, notes=(*whole.account.notes, note))
+    return replace(whole, account=account, continued=True)
 
 
 def _first_trained(history: History) -> float:
@@ -535,7 +539,7 @@ def _planned_with(
         remote=remote,
         held=held,
         can_rewind=remote is not None and sink.can_rewind(run.target),
-        knows_less=_knows_less(run, remote, confirmed),
+        knows_less=not loaded.continued and _knows_less(run, remote, confirmed),
         held_back=len(loaded.history) - ready.rows,
         on_rewrite=settings.on_rewrite,
     )
@@ -804,7 +808,7 @@ def _remember(engine: Engine, item: _Prepared) -> None:
     confirmed = Confirmed(
         plan.target,
         run.names_key,
-        run.heads,
+        plan.marker.heads,
         run.fingerprint,
         after.steps,
         after.digests,

@@ -258,6 +258,18 @@ def _before_repeats(history: History, relation: Comparison) -> Comparison:
 
 def _ahead(situation: Situation, relation: Comparison) -> _Decision:
     """The server holds rows that follow all of ours."""
+    marker = situation.remote.marker if situation.remote is not None else None
+    last = situation.history.last_step
+    if (
+        marker is not None
+        and last is not None
+        and marker.last_step <= last
+        and not (situation.held_back)
+    ):
+        why = "the server holds rows beyond those that were ever meant (two uploads at once?)"
+        shared = len(situation.history) - 1  # the last row goes again, to set the summary right
+        branch = int(situation.history.steps[shared - 1]) if shared else None
+        return _rewind(situation, replace(relation, shared=shared, branch_step=branch), why)
     if situation.held_back and relation.extra <= situation.held_back:
         return _Decision(Action.NOTHING, len(situation.history))
     note = (

@@ -96,7 +96,7 @@ def payloads(plan: UploadPlan, entity: str) -> Iterator[bytes]:
     for line in plan.extra.console:
         yield encode_record(_console_record(pb, line))
     yield from history_payloads(plan.history, plan.first_row)
-    if plan.sends_summary:
+    if plan.sends_summary and plan.summary:  # the uploader dies of an empty one
         yield encode_record(_summary_record(pb, plan.summary))
     if plan.state != "running":
         record = pb.Record()

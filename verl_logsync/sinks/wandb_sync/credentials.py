@@ -43,13 +43,24 @@ def find_server() -> Server:
         UsageError: the base URL is none.
     """
     base_url = (os.environ.get("WANDB_BASE_URL") or _from_settings() or _CLOUD).rstrip("/")
-    host = urlsplit(base_url).hostname
+    try:
+        host = urlsplit(base_url).hostname
+    except ValueError as error:
+        raise UsageError(
+            f"WANDB_BASE_URL is no address: {error}",
+            hint="Set it like: export WANDB_BASE_URL=https://wandb.example.com",
+        ) from error
     if not base_url.startswith(("http://", "https://")) or not host:
         raise UsageError(
             f"WANDB_BASE_URL is no http(s) address: {_without_login(base_url)!r}",
             hint="Set it like: export WANDB_BASE_URL=https://wandb.example.com",
         )
     key = os.environ.get("WANDB_API_KEY")
+    if key and not key.isascii():
+        raise AuthError(
+            "WANDB_API_KEY holds characters that no key has",
+            hint="Copy it again from the settings page of W&B",
+        )
     if key:
         return Server(base_url, key.strip(), "WANDB_API_KEY")
     found = _from_netrc(base_url)

@@ -1,0 +1,245 @@
+"""Defects that hostile testing found, kept so that they do not come back."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_logsync import api
+from verl_logsync.secrets_mask import mask_config
+from verl_logsync.sources.hydra import read_config
+from verl_logsync.testing import Fault, LoopbackServer
+from verl_logsync.testing.builders import write_verl_log
+
+VALIDATION = (0, {"val-core/x": 0.5})
+
+
+def _log(path: Path, steps: range, value: float, *, first: Any = None, hours: float = 2) -> Path:
+    rows = [(step, {"actor/loss": value, "n": step}) for step in steps]
+    write_verl_log(path, [first, *rows] if first else rows)
+    os.utime(path, (time.time() - hours * 3600,) * 2)
+    return path
+
+
+def _steps(server: LoopbackServer) -> list[list[int]]:
+    return sorted([row["_step"] for row in run.rows] for run in server.runs)
+
+
+def test_two_starts_with_one_first_record(upload, server, tmp_path):
+    """Two starts from scratch whose first validation is equal are two runs, each whole."""
+    folder = tmp_path / "logs" / "grpo"
+    _log(folder / "exp.jsonl.1", range(1, 20), 1.0, first=VALIDATION, hours=4)
+    _log(folder / "exp.jsonl", range(1, 11), 2.0, first=VALIDATION)
+    assert upload.here(tmp_path / "logs").code == 0
+    assert _steps(server) == [list(range(11)), list(range(20))]
+    upload.from_another_machine()
+    assert upload.here(tmp_path / "logs").rows_sent == 0
+    assert len(server.runs) == 2
+
+
+def test_restart_from_scratch_keeps_the_old_run(upload, server, tmp_path):
+    """verl truncated the log and began anew: what was uploaded before stays as it is."""
+    path = tmp_path / "logs" / "grpo" / "exp.jsonl"
+    _log(path, range(1, 20), 1.0, first=VALIDATION, hours=4)
+    upload.here(tmp_path / "logs")
+    _log(path, range(1, 11), 2.0, first=VALIDATION)
+    assert upload.here(tmp_path / "logs").code == 0
+    assert _steps(server) == [list(range(11)), list(range(20))]
+
+
+def test_an_older_copy_rewinds_nothing(upload, server, tmp_path):
+    """A machine that has only the first attempt's log leaves the resumed run alone."""
+    new, old = tmp_path / "new" / "grpo", tmp_path / "old" / "grpo"
+    _log(new / "exp.jsonl.1", range(34), 1.0)
+    _log(new / "exp.jsonl", range(21, 41), 2.0)
+    _log(old / "exp.jsonl", range(34), 1.0)
+    upload.here(tmp_path / "new")
+    result = upload.here(tmp_path / "old", state_dir=tmp_path / "other")
+    assert result.only["action"] == "remote is ahead"
+    assert _steps(server) == [list(range(41))]
+    assert server.runs[0].rewinds == []
+
+
+def test_offline_output_has_one_folder_a_run(upload, tmp_path):
+    """A growing run's folder is replaced, and its times do not move."""
+    path = tmp_path / "logs" / "grpo" / "exp.jsonl"
+    seconds = {"timing_s/step": 30.0}
+    for count, hours in ((5, 3), (9, 2)):
+        write_verl_log(path, [(s, {"actor/loss": 1.0, **seconds}) for s in range(count)])
+        os.utime(path, (time.time() - hours * 3600,) * 2)
+        upload.here(tmp_path / "logs", mode="offline", output=tmp_path / "out")
+    (folder,) = (tmp_path / "out").iterdir()
+    (run,) = api.load(folder)
+    frame = run.history()
+    assert frame.index.tolist() == list(range(9))
+    assert set(frame["_timestamp"].diff().dropna().round(3)) == {30.0}
+
+
+def test_our_own_fragments_are_no_attempts(upload, server, tmp_path):
+    """A fragment that lies below the logs it was made from is not counted again."""
+    _log(tmp_path / "logs" / "grpo" / "exp.jsonl", range(10), 1.0)
+    upload.here(tmp_path / "logs", mode="offline", output=tmp_path / "logs" / "frag")
+    result = upload.here(tmp_path / "logs", output=tmp_path / "elsewhere")
+    assert result.only["account"]["seen"] == 10
+    assert _steps(server) == [list(range(10))]
+
+
+def test_doubled_rows_are_mended(upload, server, tmp_path):
+    """Rows that somebody else sent twice are not called up to date; the run is rewound."""
+    _log(tmp_path / "logs" / "grpo" / "exp.jsonl", range(10), 1.0)
+    upload.here(tmp_path / "logs")
+    run = server.runs[0]
+    run.write("wandb-history.jsonl", 10, list(run.lines))
+    assert len(run.rows) == 20
+    upload.from_another_machine()
+    assert upload.here(tmp_path / "logs").code == 0
+    assert _steps(server) == [list(range(10))]
+
+
+def test_rows_beyond_what_was_meant_are_mended(upload, server, tmp_path):
+    """Copies under later steps (two uploads at once) are taken away, not called "ahead"."""
+    _log(tmp_path / "logs" / "grpo" / "exp.jsonl", range(10), 1.0)
+    upload.here(tmp_path / "logs")
+    run = server.runs[0]
+    copies = [json.dumps({**row, "_step": row["_step"] + 10}) for row in run.rows]
+    run.write("wandb-history.jsonl", 10, copies)
+    upload.from_another_machine()
+    assert upload.here(tmp_path / "logs").code == 0
+    assert _steps(server) == [list(range(10))]
+    assert server.runs[0].summary["_step"] == 9
+
+
+def test_one_project_refused(upload, server, tmp_path):
+    """A project that the server refuses costs the runs of that project only."""
+    for project in ("aaa", "bbb", "ccc"):
+        _log(tmp_path / "logs" / project / "exp.jsonl", range(5), 1.0)
+    answer = '{"data": null, "errors": [{"message": "project is archived"}]}'
+    refused: list[str] = []
+
+    def only_bbb(request: Any) -> None:
+        refused.append(request.path)
+
+    server.faults.add(
+        Fault("VerlLogsyncRuns", skip=2, times=1, body=answer, status=200, callback=only_bbb)
+    )
+    result = upload.here(tmp_path / "logs")
+    assert refused
+    assert result.code == 3
+    assert len(_steps(server)) == 2
+    assert sum(run["error"] is not None for run in result.runs) == 1
+
+
+def test_replaced_between_walk_and_read(upload, server, tmp_path):
+    """A log that was replaced while the upload ran is not taken for the one that was found."""
+    path = tmp_path / "logs" / "grpo" / "exp.jsonl"
+    _log(path, range(30), 1.0)
+    upload.here(tmp_path / "logs")
+    with path.open("ab") as log:
+        log.write(b'{"step":30,"data":{"actor/loss":1.0}}\n')
+
+    def restart(_: Any) -> None:
+        path.unlink()
+        _log(path, range(6), 5.0)
+
+    server.faults.add(Fault("VerlLogsyncRuns", times=1, callback=restart))
+    assert upload.here(tmp_path / "logs").code == 3
+    assert _steps(server) == [list(range(30))]
+
+
+def test_same_name_in_two_folders(upload, server, tmp_path):
+    """A resumed job continues the run of its own folder, not another's of the same name."""
+    first, second = (tmp_path / "logs" / name / "grpo" / "exp.jsonl" for name in ("A", "B"))
+    _log(first, range(31), 1.0)
+    _log(second, range(41), 5.0)
+    upload.here(tmp_path / "logs")
+    _log(first, range(21, 51), 2.0)
+    assert upload.here(tmp_path / "logs").code == 0
+    assert _steps(server) == [list(range(41)), list(range(51))]
+
+
+@pytest.mark.parametrize("seconds", [1e12, 1e300, -5.0])
+def test_absurd_step_times(upload, server, tmp_path, seconds):
+    """A step time that no step can take gives no time, not an error."""
+    path = tmp_path / "logs" / "grpo" / "exp.jsonl"
+    write_verl_log(path, [(s, {"actor/loss": 1.0, "timing_s/step": seconds}) for s in range(4)])
+    os.utime(path, (time.time() - 7200,) * 2)
+    assert upload.here(tmp_path / "logs").code == 0
+    assert "_timestamp" not in server.runs[0].rows[0]
+
+
+def test_appends_with_objects_raise_no_alarm(upload, server, tmp_path):
+    """Object values are counted alike in a first upload and in appends."""
+    path = tmp_path / "logs" / "grpo" / "exp.jsonl"
+    for count in (3, 6):
+        rows = [(s, {"x/obj": {"a": s, "e": {}}, "y": {}, "z": -0.0}) for s in range(count)]
+        write_verl_log(path, rows)
+        os.utime(path, (time.time() - 7200 + count,) * 2)
+        result = upload.here(tmp_path / "logs", verify="full")
+        assert result.code == 0, result.report
+    assert any("on W&B's wire" in note for note in result.only["notes"])
+
+
+def test_secrets_below_secret_names():
+    """Whatever lies below a secret name is masked; verl's token counts and keys are not."""
+    config = {
+        "secrets": {"openai": "S1"},
+        "api_keys": ["S2"],
+        "judge_token": "S3",
+        "db_pass": "S4",
+        "env": {"AWS_SECRET_KEY": "S5", "SLACK_WEBHOOK": "https://x/S6"},
+        "headers": "Authorization: Bearer S7",
+        "proxy": "http://S8@proxy:1",
+        "args": ["--api-key", "S9"],
+        "credentials": {"deep": {"value": "S10"}},
+    }
+    assert not re.search(r"S\d", json.dumps(mask_config(config)))
+    harmless = {
+        "max_token_len": 5,
+        "prompt_key": "prompt",
+        "reward_fn_key": "data_source",
+        "loss_agg_mode": "token-mean",
+        "stop_token": "</s>",
+        "num_memory_tokens": 4,
+    }
+    assert mask_config(harmless) == harmless
+
+
+def test_environment_does_not_leak_into_a_config(tmp_path, monkeypatch):
+    """No interpolation, however written, brings this machine's environment into the config."""
+    monkeypatch.setenv("MY_SECRET", "hunter2")
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "a: ${oc.env:MY_SECRET}\nb: ${oc.decode:${oc.env:MY_SECRET}}\nx: oc.env\n"
+        "c: ${${x}:MY_SECRET}\nd: ${oc.create:${oc.env:MY_SECRET}}\ne: ${a}\nf: ${x}\n"
+    )
+    config = read_config(path)
+    assert "hunter2" not in str(config)
+    assert config["f"] == "oc.env"
+
+
+def test_holes_and_junk_before_the_first_record(upload, server, tmp_path):
+    """A log whose first 64 KiB are damaged is still read from its first good record on."""
+    folder = tmp_path / "logs" / "grpo"
+    for name, damage in (("hole", b"\0" * 100_000), ("junk", b"x" * 70_000 + b"\n")):
+        path = _log(folder / f"{name}.jsonl", range(8), 1.0)
+        path.write_bytes(damage + path.read_bytes())
+        os.utime(path, (time.time() - 7200,) * 2)
+    upload.here(tmp_path / "logs")
+    assert [steps[-1] for steps in _steps(server)] == [7, 7]
+
+
+def test_oversized_rows_are_named_and_left_out(upload, server, tmp_path):
+    """A row that W&B does not take is skipped with its place, once and for all."""
+    path = tmp_path / "logs" / "grpo" / "exp.jsonl"
+    rows = [(s, {"text": "x" * 11_000_000 if s == 2 else "y"}) for s in range(4)]
+    write_verl_log(path, rows)
+    os.utime(path, (time.time() - 7200,) * 2)
+    assert upload.here(tmp_path / "logs").code == 3
+    assert _steps(server) == [[0, 1, 3]]
+    assert upload.here(tmp_path / "logs").rows_sent == 0
