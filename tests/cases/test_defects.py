@@ -243,3 +243,17 @@ def test_oversized_rows_are_named_and_left_out(upload, server, tmp_path):
     assert upload.here(tmp_path / "logs").code == 3
     assert _steps(server) == [[0, 1, 3]]
     assert upload.here(tmp_path / "logs").rows_sent == 0
+
+
+def test_skipped_records_are_in_the_account(upload, tmp_path):
+    """Promise 2: a record that cannot be read is seen and skipped, and the account balances."""
+    path = tmp_path / "logs" / "grpo" / "exp.jsonl"
+    _log(path, range(6), 1.0)
+    lines = path.read_bytes().split(b"\n")
+    lines[2] = b"{broken"
+    lines[4] = b'{"step": "x", "data": {}}'
+    path.write_bytes(b"\n".join(lines))
+    (run,) = api.load(path)
+    account = run.account
+    assert (account.seen, account.kept, account.skipped) == (6, 4, 2)
+    assert account.balanced

@@ -144,3 +144,37 @@ def test_killed_between_rewind_and_first_row(tmp_path: Path) -> None:
         rows = server.runs[0].rows
         assert [row["_step"] for row in rows] == list(range(41))
         assert all((row["actor/k0"] >= 1000) is (row["_step"] >= 21) for row in rows)
+
+
+def test_uploader_dies_with_the_program(tmp_path: Path) -> None:
+    """A sender never outlives a killed program: it would add rows while the next one plans."""
+    logs = tmp_path / "logs"
+    _write(logs / "proj" / "run.jsonl", range(ROWS))
+    reached: list[float] = []
+
+    def stop(_: object) -> None:
+        reached.append(time.monotonic())
+
+    with LoopbackServer() as server:
+        server.faults.add(Fault(where="file_stream", times=None, delay_seconds=20, callback=stop))
+        child = _start(server, logs, tmp_path / "state")
+        deadline = time.monotonic() + 60
+        while not reached and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert _uploaders(tmp_path)
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        time.sleep(1.5)
+        assert _uploaders(tmp_path) == []
+
+
+def _uploaders(folder: Path) -> list[str]:
+    """Processes that work below a folder: the uploader and its service."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if str(folder) in str((process / "cwd").readlink()):
+                found.append((process / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue
+    return found
