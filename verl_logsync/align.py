@@ -111,7 +111,7 @@ def _gather(attempts: Sequence[AttemptReading], precisions: Mapping[str, int]) -
     for attempt in attempts:
         longest = 1
         for file, reading in attempt.readings:
-            flags = _training_rows(reading.rows)
+            flags = training_rows(reading.rows)
             own = _sessions(reading.rows, flags)
             tables.append(reading.rows)
             sessions.append(own + begun)
@@ -149,7 +149,7 @@ def _training_keys(table: pa.Table) -> list[str]:
     return [n for n in table.column_names if n not in AXES and is_training_key(n)]
 
 
-def _training_rows(table: pa.Table) -> _Bools:
+def training_rows(table: pa.Table) -> _Bools:
     """Which rows hold a result of a training step."""
     found = np.zeros(table.num_rows, dtype=bool)
     for name in _training_keys(table):

@@ -89,6 +89,9 @@ class _Walk:
 
     def enter(self, path: Path, depth: int = 0) -> None:
         """Look at a path; a given one (depth 0) is examined whatever its name."""
+        if not _is_text(path):
+            self._unnamable(path)
+            return
         try:
             status = path.stat()
         except OSError as error:
@@ -102,6 +105,11 @@ class _Walk:
             self._folder(path, status, depth)
         elif statmode.S_ISREG(status.st_mode):
             self._file(path, _stamp(status), given=depth == 0)
+
+    def _unnamable(self, path: Path) -> None:
+        place = os.fsencode(path).decode(errors="backslashreplace")
+        hint = "Rename it: W&B's names are UTF-8 text"
+        self.skips.append(Skip(SkipReason.UNREADABLE, place, "its name is no UTF-8", hint))
 
     def _unreachable(self, path: Path, error: OSError) -> None:
         dangling = path.is_symlink() and not path.exists()
@@ -174,6 +182,14 @@ class _Walk:
             self.reached.append((str(path), verdict))
         else:
             self.skips.append(verdict)
+
+
+def _is_text(path: Path) -> bool:
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _stamp(status: os.stat_result) -> Stamp:

@@ -55,6 +55,7 @@ def _lines(stream: BinaryIO) -> Iterator[Line]:
                 yield Line(number, start, data, ended=True)
         elif len(data) < LONGEST_LINE:
             yield Line(number, start, data, ended=False)
+            return  # what a writer adds meanwhile is the rest of this very line
         else:
             offset += _skip_line(stream)
             yield Line(number, start, data[:80], ended=True, too_long=True)

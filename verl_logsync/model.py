@@ -61,6 +61,7 @@ class SkipReason(Enum):
     TOO_LONG = "record too long"
     NO_STEP = "record without a step"
     UNKNOWN_KIND = "unknown records"
+    HELD = "kept as it is on the server"
     FILE_GONE = "file is gone"
     NO_MATCH = "no match"
     FAILED = "failed"
@@ -74,6 +75,7 @@ HARMLESS = frozenset(
         SkipReason.DUPLICATE,
         SkipReason.PARTIAL_LINE,
         SkipReason.UNKNOWN_KIND,
+        SkipReason.HELD,
         SkipReason.FILE_GONE,
     }
 )

@@ -18,7 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from verl_logsync.align import Policy, align
+import numpy as np
+import pyarrow as pa
+
+from verl_logsync.align import Policy, align, training_rows
 from verl_logsync.assemble import Surroundings, assemble
 from verl_logsync.catalog import Grouping, bind, catalog, told_apart
 from verl_logsync.clock import set_clocks
@@ -51,6 +54,8 @@ from verl_logsync.model import (
     RemoteState,
     Report,
     RunSources,
+    Skip,
+    SkipReason,
     Stamp,
     Target,
     UploadPlan,
@@ -151,7 +156,9 @@ def load(
         pins: estimated starts that an earlier upload settled on.
         stored: rows that only the server still has, as an attempt before all others.
     """
-    attempts = [*stored, *(_read_attempt(engine, attempt) for attempt in run.attempts)]
+    attempts = [_read_attempt(engine, attempt) for attempt in run.attempts]
+    if stored:
+        attempts = [*stored, *(_without_held(a, stored, engine) for a in attempts)]
     configs = [engine.by_name[file.source].read(file) for file in run.configs]
     clocked = set_clocks(attempts, pins or {})
     settings = engine.settings
@@ -204,8 +211,6 @@ _STORED = "stored rows"
 
 def _stored_attempt(rows: Sequence[Mapping[str, object]], target: Target) -> AttemptReading:
     """Rows read back from the server, as the attempt whose files are gone."""
-    import pyarrow as pa
-
     builder = TableBuilder()
     axes: dict[str, list[object]] = {axis: [] for axis in AXES}
     for row in rows:
@@ -488,6 +493,31 @@ def _with_stored_rows(
     )
     account = replace(whole.account, notes=(*whole.account.notes, note))
     return replace(whole, account=account, continued=True)
+
+
+def _without_held(
+    attempt: AttemptReading, stored: Sequence[AttemptReading], engine: Engine
+) -> AttemptReading:
+    """An attempt without validation records at steps whose rows only the server has.
+
+    Merging them would mean to take such a row from the server and to send it again; if that
+    failed half-way its training metrics, which are nowhere else, would be gone.
+    """
+    if engine.settings.on_overlap != "last":
+        return attempt
+    steps = np.concatenate([r.rows.column(STEP).to_numpy() for s in stored for _, r in s.readings])
+    readings = []
+    for file, reading in attempt.readings:
+        held = np.isin(reading.rows.column(STEP).to_numpy(), steps) & ~training_rows(reading.rows)
+        if held.any():
+            count = int(held.sum())
+            detail = f"{count} validation records at steps that are on the server already"
+            skip = Skip(SkipReason.HELD, file.place, detail, records=count)
+            rows = reading.rows.filter(pa.array(~held))
+            readings.append((file, replace(reading, rows=rows, skips=(*reading.skips, skip))))
+        else:
+            readings.append((file, reading))
+    return AttemptReading(attempt.attempt, tuple(readings))
 
 
 def _first_trained(history: History) -> float:

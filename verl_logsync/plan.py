@@ -55,7 +55,8 @@ def held_rows(
 ) -> Held | None:
     """What the server holds, as far as counts and memory prove it; None: the rows must be read.
 
-    Memory (the ledger) is believed when the server's line count and last step agree with it.
+    Memory (the ledger) is believed when the server's line count, last step and marker agree with
+    it: another machine may have replaced rows since.
     Without memory the marker in the run's config is: its digest must match the history's rows
     up to its step, and the server's line count and the counts of every key must match too.
     """
@@ -64,7 +65,9 @@ def held_rows(
     if (
         confirmed is not None
         and len(confirmed.steps) == remote.lines
-        and (int(confirmed.steps[-1]) == remote.last_step)
+        and int(confirmed.steps[-1]) == remote.last_step
+        and remote.marker is not None
+        and remote.marker.digest == overall_digest(confirmed.digests)
     ):
         return Held(confirmed.steps, confirmed.digests)
     if remote.marker is None or remote.last_step != remote.marker.last_step:

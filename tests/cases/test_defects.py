@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from verl_logsync import api
+from verl_logsync.jsonlines import read_lines
 from verl_logsync.secrets_mask import mask_config
 from verl_logsync.sources.hydra import read_config
 from verl_logsync.testing import Fault, LoopbackServer
@@ -257,3 +259,60 @@ def test_skipped_records_are_in_the_account(upload, tmp_path):
     account = run.account
     assert (account.seen, account.kept, account.skipped) == (6, 4, 2)
     assert account.balanced
+
+
+def test_a_name_that_is_no_text(upload, server, tmp_path):
+    """A file whose name is no UTF-8 costs itself only."""
+    folder = tmp_path / "logs" / "grpo"
+    good = _log(folder / "exp.jsonl", range(5), 1.0)
+    bad = os.fsencode(folder) + b"/exp\xff.jsonl"
+    try:
+        shutil.copyfile(good, bad)
+    except OSError:
+        pytest.skip("this file system has text names only")
+    code, text = upload.text(tmp_path / "logs")
+    assert code == 3
+    assert "no UTF-8" in text
+    assert _steps(server) == [list(range(5))]
+
+
+def test_a_line_that_is_being_written(tmp_path, monkeypatch):
+    """What a writer adds while the end of a log is read is no line of its own."""
+    path = tmp_path / "grpo" / "exp.jsonl"
+    path.parent.mkdir()
+    whole = b"".join(b'{"step":%d,"data":{"a":%d}}\n' % (s, s) for s in range(3))
+    path.write_bytes(whole[:-9])
+    lines = read_lines(path)
+    seen = [next(lines), next(lines), next(lines)]
+    with path.open("ab") as log:
+        log.write(whole[-9:] + whole)
+    assert [line.ended for line in seen] == [True, True, False]
+    assert list(lines) == []
+
+
+def test_memory_is_not_believed_after_another_machine(upload, server, tmp_path):
+    """Rows that another machine replaced, as many as before, are read and not sent again."""
+    first, both = tmp_path / "first" / "grpo", tmp_path / "both" / "grpo"
+    _log(first / "exp.jsonl", range(34), 1.0)
+    _log(both / "exp.jsonl.1", range(34), 1.0)
+    _log(both / "exp.jsonl", range(21, 34), 2.0)
+    upload.here(tmp_path / "first")
+    upload.here(tmp_path / "both", state_dir=tmp_path / "other")
+    assert upload.here(tmp_path / "both").rows_sent == 0
+    assert len(server.runs[0].rewinds) == 1
+
+
+def test_a_truncated_log_takes_nothing_from_the_server(upload, server, tmp_path):
+    """The row at the resume step, whose log is gone, is never taken back to be sent again."""
+    path = tmp_path / "logs" / "grpo" / "exp.jsonl"
+    _log(path, range(34), 1.0)
+    upload.here(tmp_path / "logs")
+    _log(path, range(21, 41), 2.0, first=(20, {"val-core/x": 0.7}))
+    result = upload.here(tmp_path / "logs")
+    assert result.code == 0
+    assert _steps(server) == [list(range(41))]
+    assert [step for step, _ in server.runs[0].rewinds] == [20]
+    assert server.runs[0].rows[20]["actor/loss"] == 1
+    assert result.only["account"]["skipped"] == 1
+    upload.from_another_machine()
+    assert upload.here(tmp_path / "logs").rows_sent == 0
