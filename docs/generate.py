@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -90,10 +91,10 @@ def readme() -> str:
     """The README with the demo's real output."""
     text = (ROOT / "README.md").read_text()
     output = io.StringIO()
+    os.chdir(ROOT)
     with contextlib.redirect_stdout(output):
         run_demo(None, keep=False)
-    session = output.getvalue().replace(str(ROOT / "fixtures" / "demo"), "fixtures/demo")
-    session = re.sub(r"127\.0\.0\.1:\d+", "127.0.0.1:8080", session).rstrip()
+    session = re.sub(r"127\.0\.0\.1:\d+", "127.0.0.1:8080", output.getvalue()).rstrip()
     block = f"<!-- session -->\n```text\n$ verl-logsync demo\n{session}\n```\n<!-- /session -->"
     return re.sub(r"<!-- session -->.*<!-- /session -->", lambda _: block, text, flags=re.DOTALL)
 

@@ -13,8 +13,10 @@ import click
 from verl_logsync.errors import UsageError
 from verl_logsync.settings import Settings
 
-#: Where the example logs lie: in an installed package, or in a clone of the repository.
+#: Where the example logs lie: in the clone one stands in, in an installed package, or in the
+#: clone that the package is run from.
 _EXAMPLES = (
+    Path("fixtures") / "demo",
     Path(__file__).parent.parent / "testing" / "demo_logs",
     Path(__file__).parent.parent.parent / "fixtures" / "demo",
 )
@@ -45,7 +47,7 @@ def run_demo(path: Path | None, *, keep: bool) -> int:
 
 
 def _example_logs() -> Path:
-    found = next((place for place in _EXAMPLES if place.is_dir()), None)
+    found = next((place for place in _EXAMPLES if (place / "ORIGIN").is_file()), None)
     if found is None:
         raise UsageError("the example logs are not installed", hint="Give a PATH with logs")
     return found
