@@ -644,8 +644,10 @@ def _carry_out(engine: Engine, sink: Sink, prepared: Sequence[_Prepared]) -> lis
     """
     outcomes: dict[Target, Outcome] = {}
     todo: list[_Prepared] = []
+    states = _states_now(sink, [item for item in prepared if item.plan.sends])
     for item in prepared:
-        fresh = _attempted(engine, item.loaded.run, partial(_refreshed, engine, sink, item))
+        refresh = partial(_refreshed, engine, sink, item, states)
+        fresh = _attempted(engine, item.loaded.run, refresh)
         if isinstance(fresh, Outcome):
             outcomes[item.plan.target] = fresh
         else:
@@ -668,11 +670,25 @@ def _carry_out(engine: Engine, sink: Sink, prepared: Sequence[_Prepared]) -> lis
     return list(outcomes.values())
 
 
-def _refreshed(engine: Engine, sink: Sink, item: _Prepared) -> _Prepared:
+def _states_now(sink: Sink, items: Sequence[_Prepared]) -> dict[Target, RemoteState] | None:
+    """What the server holds at the moment of sending; None when it does not say."""
+    states: dict[Target, RemoteState] = {}
+    try:
+        for group in _same_project(items):
+            states.update(sink.look([item.plan.target for item in group]))
+    except LogsyncError:
+        return None
+    return states
+
+
+def _refreshed(
+    engine: Engine, sink: Sink, item: _Prepared, states: Mapping[Target, RemoteState] | None
+) -> _Prepared:
     """The same plan, or a new one if the server changed since it was made."""
     if not item.plan.sends:
         return item
-    state = sink.look([item.plan.target]).get(item.plan.target)
+    now = states if states is not None else sink.look([item.plan.target])
+    state = now.get(item.plan.target)
     if _holds(state) == _holds(item.remote):
         return item
     return _planned_with(engine, sink, item.loaded, state, None)

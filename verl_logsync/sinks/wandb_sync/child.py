@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from verl_logsync.errors import StateError
 from verl_logsync.sinks.wandb_sync.credentials import Server
@@ -194,27 +194,14 @@ def serve(parent: int) -> None:
         return  # it died before we could ask to die with it
     from wandb.cli.cli import cli
 
-    command = sync_command(cli.commands)
     for line in sys.stdin:
         order = json.loads(line)
         os.environ.update(order["env"])
-        arguments = [*command, "-n", str(order["jobs"]), *order["folders"]]
+        arguments = ["sync", "--yes", "-n", str(order["jobs"]), *order["folders"]]
         try:
             cli.main(arguments, prog_name="wandb", standalone_mode=False)
         finally:
             print(_DONE, flush=True)  # noqa: T201 - the parent waits for it
-
-
-def sync_command(commands: Mapping[str, Any]) -> list[str]:
-    """The words for W&B's uploader in Go: `sync` from 0.30 on, `beta sync` before."""
-    if _takes(commands["sync"], "-n"):
-        return ["sync", "--yes"]
-    beta = commands["beta"].commands["sync"]
-    return ["beta", "sync", *(["--yes"] if _takes(beta, "--yes") else [])]
-
-
-def _takes(command: Any, option: str) -> bool:
-    return any(option in parameter.opts for parameter in command.params)
 
 
 if __name__ == "__main__":
