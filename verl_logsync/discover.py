@@ -19,6 +19,8 @@ from verl_logsync.model import LogFile, Skip, SkipReason, Stamp
 HEAD_BYTES: Final = 1 << 16
 #: Folders deeper than this below a given path are not entered.
 DEPTH: Final = 24
+#: Folders behind more links in a row than this are not entered: links lead out of the logs.
+LINKS: Final = 2
 
 _NEVER_ENTERED: Final = frozenset(
     {".git", "node_modules", "__pycache__", ".venv", ".ipynb_checkpoints"}
@@ -87,8 +89,11 @@ class _Walk:
         self.files: list[LogFile] = []
         self.skips: list[Skip] = []
 
-    def enter(self, path: Path, depth: int = 0) -> None:
-        """Look at a path; a given one (depth 0) is examined whatever its name."""
+    def enter(self, path: Path, depth: int = 0, links: int = 0) -> None:
+        """Look at a path; a given one (depth 0) is examined whatever its name.
+
+        `links` counts the linked folders on the way to it.
+        """
         if not _is_text(path):
             self._unnamable(path)
             return
@@ -102,7 +107,7 @@ class _Walk:
             return
         self._seen.add(identity)
         if statmode.S_ISDIR(status.st_mode):
-            self._folder(path, status, depth)
+            self._folder(path, status, depth, links + (depth > 0 and path.is_symlink()))
         elif statmode.S_ISREG(status.st_mode):
             self._file(path, _stamp(status), given=depth == 0)
 
@@ -119,7 +124,7 @@ class _Walk:
             hint = f"Check it with: ls -l {str(path)!r}"
             self.skips.append(Skip(SkipReason.UNREADABLE, str(path), detail, hint))
 
-    def _folder(self, path: Path, status: os.stat_result, depth: int) -> None:
+    def _folder(self, path: Path, status: os.stat_result, depth: int, links: int) -> None:
         if depth and path.resolve() in self._excluded:
             return
         try:
@@ -131,6 +136,11 @@ class _Walk:
         verdict = known or self._ask(Candidate(path, _stamp(status), names=names))
         if verdict is not None:
             self._keep(path, verdict)
+            return
+        if links > LINKS:
+            detail = f"behind more than {LINKS} links"
+            hint = "Give this path itself to look into it"
+            self.skips.append(Skip(SkipReason.NOT_RECOGNISED, str(path), detail, hint))
             return
         if depth >= DEPTH:
             self.skips.append(
@@ -145,7 +155,7 @@ class _Walk:
         # Real entries first: a folder is called by its own name, not by that of a link to it.
         for entry in sorted((path / name for name in names), key=lambda e: (e.is_symlink(), e)):
             if entry.name not in _NEVER_ENTERED:
-                self.enter(entry, depth + 1)
+                self.enter(entry, depth + 1, links)
 
     def _file(self, path: Path, stamp: Stamp, *, given: bool) -> None:
         known = self._recall(path)

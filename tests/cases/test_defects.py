@@ -15,6 +15,7 @@ import pytest
 from verl_logsync import api
 from verl_logsync.jsonlines import read_lines
 from verl_logsync.secrets_mask import mask_config
+from verl_logsync.settings import Settings
 from verl_logsync.sources.hydra import read_config
 from verl_logsync.testing import Fault, LoopbackServer
 from verl_logsync.testing.builders import write_verl_log
@@ -316,3 +317,20 @@ def test_a_truncated_log_takes_nothing_from_the_server(upload, server, tmp_path)
     assert result.only["account"]["skipped"] == 1
     upload.from_another_machine()
     assert upload.here(tmp_path / "logs").rows_sent == 0
+
+
+def test_links_are_followed_so_far_and_no_further(tmp_path):
+    """Linked folders are entered, but not endlessly many links deep, and that is said."""
+    inner = tmp_path / "elsewhere"
+    _log(inner / "0" / "grpo" / "exp.jsonl", range(3), 1.0)
+    for number in range(1, 4):
+        (inner / str(number)).mkdir()
+        (inner / str(number) / "next").symlink_to(inner / str(number - 1))
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "near").symlink_to(inner / "1")
+    assert len(api.load(tmp_path / "logs")) == 1
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "link").symlink_to(inner / "3")
+    found, _ = api.scan([tmp_path / "far"], Settings())
+    assert found.runs == ()
+    assert any("links" in skip.detail for skip in found.skips)
