@@ -112,7 +112,8 @@ class Facts:
     training configuration (see `verl_logsync.fingerprint`), empty when the file has none.
     `head_digest` identifies the first record and `training_digest` the first record of a
     training step: two starts of a job may have the first validation in common. `carries` are
-    the digests of the logs that a fragment of our own was made from.
+    the digests of the logs that a fragment of our own was made from. `rank` is None for logs
+    that one process writes for all; `attempt_id` is what all ranks of one start recorded.
     """
 
     entity: str = ""
@@ -127,6 +128,10 @@ class Facts:
     head_digest: str = ""
     training_digest: str = ""
     carries: tuple[str, ...] = ()
+    rank: int | None = None
+    world_size: int | None = None
+    attempt_id: str = ""
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +146,7 @@ class LogFile:
     source: str
     stamp: Stamp
     facts: Facts
-    role: Literal["history", "config"] = "history"
+    role: Literal["history", "config", "rollouts", "checkpoint"] = "history"
     before: tuple[str, ...] = ()
 
     @property
@@ -314,8 +319,23 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True)
+class Restart:
+    """A start of the job that a log records: before which of its rows, when, and its id."""
+
+    row: int
+    started_at: float | None = None
+    attempt_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Reading:
-    """Everything one log file says: its rows in file order, and what could not be read."""
+    """Everything one log file says: its rows in file order, and what could not be read.
+
+    `restarts` are the indices of rows before which a new attempt was recorded (files that are
+    appended to). `rounding` is half the last printed digit of its numbers, 0 where they are
+    exact; keys in `below_precision` were printed as 0 at least once although they may be
+    smaller than that. `notes` are sentences for the report.
+    """
 
     rows: pa.Table
     skips: tuple[Skip, ...] = ()
@@ -324,6 +344,10 @@ class Reading:
     ending: Ending | None = None
     started_at: float | None = None
     ended_at: float | None = None
+    restarts: tuple[Restart, ...] = ()
+    rounding: float = 0.0
+    below_precision: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 # -- aligned -------------------------------------------------------------------------------

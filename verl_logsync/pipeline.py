@@ -195,15 +195,17 @@ def _read(engine: Engine, file: LogFile) -> Reading:
     source = engine.by_name[file.source]
     reading = source.read(file)
     now = discover([file.path], [source]).files
-    if (
-        not now
-        or now[0].facts.head_digest != file.facts.head_digest
-        or (now[0].stamp.size < file.stamp.size)
-    ):
+    if not now or _is_replaced(file, now[0]):
         raise UnreadableInput(
             "was replaced while it was read", place=file.place, hint="The next upload takes it"
         )
     return reading
+
+
+def _is_replaced(known: LogFile, now: LogFile) -> bool:
+    """Whether a path holds another log than before; a first record may have come meanwhile."""
+    other = bool(known.facts.head_digest) and now.facts.head_digest != known.facts.head_digest
+    return other or now.stamp.size < known.stamp.size
 
 
 _STORED = "stored rows"
