@@ -24,7 +24,6 @@ from verl_logsync.transaction_log import (
     TransactionLogWriter,
     encode_history,
     encode_key,
-    encode_record,
     history_row,
     read_records,
 )
@@ -99,7 +98,7 @@ def test_other_records_pass_through_unchanged(tmp_path: Path) -> None:
     record = pb.Record(exit=pb.RunExitRecord(exit_code=3))
     for name in ("one.wandb", "two.wandb"):
         with TransactionLogWriter(tmp_path / name) as writer:
-            writer.write_payload(encode_record(record))
+            writer.write_payload(record.SerializeToString())
     (first,), (second,) = entries(tmp_path / "one.wandb"), entries(tmp_path / "two.wandb")
     assert first.record == second.record == record
     assert first.payload == record.SerializeToString()
@@ -236,7 +235,7 @@ def test_the_official_reader_accepts_our_files(tmp_path: Path) -> None:
             writer.write_payload(encode_history(step + 1, [key], [b"0.5"]))
             step += 2
         writer.write_payload(encode_history(step, [key], [b"NaN"]))
-        writer.write_payload(encode_record(pb.Record(exit=pb.RunExitRecord(exit_code=0))))
+        writer.write_payload(pb.Record(exit=pb.RunExitRecord(exit_code=0)).SerializeToString())
     ours = [history_row(entry.record) for entry in entries(path)[:-1]]
     *theirs, last = official_records(path)
     assert last["type"] == "exit"

@@ -48,7 +48,6 @@ from verl_logsync.transaction_log.writer import (
     TransactionLogWriter,
     encode_history,
     encode_key,
-    encode_record,
 )
 
 __all__ = [
@@ -67,7 +66,6 @@ __all__ = [
     "config_updates",
     "encode_history",
     "encode_key",
-    "encode_record",
     "history_row",
     "probe",
     "read_frames",

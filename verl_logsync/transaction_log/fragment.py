@@ -17,15 +17,18 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from verl_logsync.columns import STEP, json_values, to_json
+from verl_logsync.columns import STEP, json_values
 from verl_logsync.errors import StateError
 from verl_logsync.model import MARKER_KEY, Action, FileRef, History, Marker, Segment, UploadPlan
-from verl_logsync.transaction_log.writer import (
-    TransactionLogWriter,
-    encode_history,
-    encode_key,
-    encode_record,
+from verl_logsync.transaction_log.records import (
+    console_record,
+    exit_record,
+    files_record,
+    run_record,
+    run_words,
+    summary_record,
 )
+from verl_logsync.transaction_log.writer import TransactionLogWriter, encode_history, encode_key
 
 #: Rows are encoded in stretches of this size, which bounds memory.
 _STRETCH: Final = 4096
@@ -83,26 +86,20 @@ def _place(file: FileRef, folder: Path, how: Literal["link", "copy"]) -> None:
 
 def payloads(plan: UploadPlan, entity: str) -> Iterator[bytes]:
     """The records of a fragment, serialised, in the order in which they are replayed."""
-    from wandb.proto import wandb_internal_pb2 as pb
-
-    yield encode_record(_run_record(pb, plan, entity))
+    yield _run_payload(plan, entity)
     yield from plan.extra.metrics
     yield from plan.extra.others
     yield from plan.extra.events
     if plan.extra.files:
-        yield encode_record(_files_record(pb, plan))
+        yield files_record(plan.extra.files)
     for artifact in plan.extra.artifacts:
-        yield _artifact_payload(pb, artifact.payload, plan, entity)
-    for line in plan.extra.console:
-        yield encode_record(_console_record(pb, line))
+        yield _artifact_payload(artifact.payload, plan, entity)
+    yield from map(console_record, plan.extra.console)
     yield from history_payloads(plan.history, plan.first_row)
     if plan.sends_summary and plan.summary:  # the uploader dies of an empty one
-        yield encode_record(_summary_record(pb, plan.summary))
+        yield summary_record(plan.summary)
     if plan.state != "running":
-        record = pb.Record()
-        record.exit.exit_code = plan.exit_code
-        record.exit.runtime = int(_runtime(plan.summary))
-        yield encode_record(record)
+        yield exit_record(plan.exit_code, _runtime(plan.summary))
 
 
 def _runtime(summary: Mapping[str, Any]) -> float:
@@ -111,29 +108,24 @@ def _runtime(summary: Mapping[str, Any]) -> float:
     return float(runtime) if usable else 0.0
 
 
-def _run_record(pb: Any, plan: UploadPlan, entity: str) -> Any:
-    record = pb.Record()
-    run = record.run
-    run.run_id = plan.target.run_id
-    run.project = plan.target.project
-    run.entity = entity
-    if plan.new_run:
-        run.display_name = plan.name[:_LONGEST_NAME]
-        run.tags.extend(t[:_LONGEST_TAG] for t in dict.fromkeys(plan.extra.tags) if t)
-        run.notes = plan.extra.notes
-        run.run_group = plan.extra.group[:_LONGEST_NAME]
-        run.job_type = plan.extra.job_type[:_LONGEST_TAG]
-    for key, value in {**plan.config, MARKER_KEY: marker_value(plan.marker)}.items():
-        run.config.update.add(key=key, value_json=to_json(value))
-    if plan.started_at is not None:
-        seconds = int(plan.started_at)
-        run.start_time.seconds = seconds
-        run.start_time.nanos = int((plan.started_at - seconds) * 1e9)
-    if plan.action is Action.REWIND and plan.branch_step is not None:
-        run.branch_point.run = plan.target.run_id
-        run.branch_point.metric = STEP
-        run.branch_point.value = plan.branch_step
-    return record
+def _run_payload(plan: UploadPlan, entity: str) -> bytes:
+    extra = plan.extra
+    words = run_words(
+        name=plan.name[:_LONGEST_NAME],
+        notes=extra.notes,
+        group=extra.group[:_LONGEST_NAME],
+        job_type=extra.job_type[:_LONGEST_TAG],
+        tags=[tag[:_LONGEST_TAG] for tag in dict.fromkeys(extra.tags) if tag],
+    )
+    return run_record(
+        run_id=plan.target.run_id,
+        entity=entity,
+        project=plan.target.project,
+        config={**plan.config, MARKER_KEY: marker_value(plan.marker)},
+        started_at=plan.started_at,
+        words=words if plan.new_run else b"",
+        branch_step=plan.branch_step if plan.action is Action.REWIND else None,
+    )
 
 
 def marker_value(marker: Marker) -> dict[str, Any]:
@@ -173,34 +165,15 @@ def _segments(stored: Any) -> tuple[Segment, ...]:
     return tuple((str(key), int(first), int(end)) for key, first, end in stored)
 
 
-def _files_record(pb: Any, plan: UploadPlan) -> Any:
-    record = pb.Record()
-    for file in plan.extra.files:
-        record.files.files.add(path=file.name, policy=file.policy, type=file.kind)
-    return record
-
-
-def _artifact_payload(pb: Any, payload: bytes, plan: UploadPlan, entity: str) -> bytes:
+def _artifact_payload(payload: bytes, plan: UploadPlan, entity: str) -> bytes:
     """An artifact's record for the target run: with another run or project it is lost."""
+    from wandb.proto import wandb_internal_pb2 as pb
+
     record = pb.Record.FromString(payload)
     record.artifact.run_id = plan.target.run_id
     record.artifact.project = plan.target.project
     record.artifact.entity = entity
-    return encode_record(record)
-
-
-def _console_record(pb: Any, line: str) -> Any:
-    record = pb.Record()
-    record.output_raw.output_type = pb.OutputRawRecord.OutputType.STDOUT
-    record.output_raw.line = f"{line}\n"
-    return record
-
-
-def _summary_record(pb: Any, summary: Mapping[str, Any]) -> Any:
-    record = pb.Record()
-    for key, value in summary.items():
-        record.summary.update.add(nested_key=[key], value_json=to_json(value))
-    return record
+    return bytes(record.SerializeToString())
 
 
 def history_payloads(history: History, first_row: int) -> Iterator[bytes]:

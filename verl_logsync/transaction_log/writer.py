@@ -9,12 +9,13 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from typing_extensions import Self
 
 from verl_logsync.errors import StateError
 from verl_logsync.transaction_log.framing import FrameWriter
+from verl_logsync.transaction_log.wire import varint
 
 _STEP_KEY = "_step"
 
@@ -30,15 +31,6 @@ _ITEM_VALUE_JSON = b"\x82\x01"
 _CACHED_LENGTHS = 32
 
 
-def _varint(number: int) -> bytes:
-    out = bytearray()
-    while number > 0x7F:
-        out.append(number & 0x7F | 0x80)
-        number >>= 7
-    out.append(number)
-    return bytes(out)
-
-
 class EncodedKey:
     """A metric name with everything that stands before its value in the file."""
 
@@ -47,13 +39,13 @@ class EncodedKey:
     def __init__(self, name: str) -> None:
         raw = name.encode()
         self.name = name
-        self._body = _ITEM_NESTED_KEY + _varint(len(raw)) + raw + _ITEM_VALUE_JSON
+        self._body = _ITEM_NESTED_KEY + varint(len(raw)) + raw + _ITEM_VALUE_JSON
         self.heads = tuple(self.head(length) for length in range(_CACHED_LENGTHS))
 
     def head(self, length: int) -> bytes:
         """The bytes before a value of that length."""
-        tail = self._body + _varint(length)
-        return _HISTORY_ITEM + _varint(len(tail) + length) + tail
+        tail = self._body + varint(length)
+        return _HISTORY_ITEM + varint(len(tail) + length) + tail
 
     def __repr__(self) -> str:
         return f"EncodedKey({self.name!r})"
@@ -89,15 +81,10 @@ def encode_history(step: int, keys: Sequence[EncodedKey], values: Sequence[bytes
     except IndexError:
         heads = [key.head(len(value)) for key, value in zip(keys, values, strict=True)]
     text = b"%d" % step
-    num = _STEP_NUM + _varint(step)
-    end = b"".join((_STEP.heads[len(text)], text, _HISTORY_STEP, _varint(len(num)), num))
+    num = _STEP_NUM + varint(step)
+    end = b"".join((_STEP.heads[len(text)], text, _HISTORY_STEP, varint(len(num)), num))
     body = b"".join(chain.from_iterable(zip(heads, values, strict=True))) + end
-    return _RECORD_HISTORY + _varint(len(body)) + body
-
-
-def encode_record(record: Any) -> bytes:
-    """Serialize a protobuf Record of any other kind."""
-    return bytes(record.SerializeToString())
+    return _RECORD_HISTORY + varint(len(body)) + body
 
 
 class TransactionLogWriter:

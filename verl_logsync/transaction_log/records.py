@@ -1,0 +1,86 @@
+"""The records of a fragment other than history, serialised by hand.
+
+Field numbers are those of wandb_internal.proto, whose released ones never change. What is
+written here is read back with wandb's own classes in the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from verl_logsync.columns import STEP, to_json
+from verl_logsync.model import FileRef
+from verl_logsync.transaction_log.wire import double, integer, message, text
+
+# Fields of Record.
+_SUMMARY, _FILES, _OUTPUT_RAW, _RUN, _EXIT = 3, 6, 13, 17, 18
+# The console's streams are STDERR = 0 and STDOUT = 1.
+_STDOUT = 1
+
+
+def run_record(
+    *,
+    run_id: str,
+    entity: str,
+    project: str,
+    config: Mapping[str, Any],
+    started_at: float | None,
+    words: bytes = b"",
+    branch_step: int | None = None,
+) -> bytes:
+    """The record that opens a run.
+
+    Args:
+        started_at: the run's first start, seconds since 1970.
+        words: what only a new run is given, see `run_words`.
+        branch_step: rewind the run to this step.
+    """
+    items = b"".join(
+        message(1, text(1, key) + text(16, to_json(value))) for key, value in config.items()
+    )
+    body = [text(1, run_id), text(2, entity), text(3, project), message(4, items), words]
+    if started_at is not None:
+        seconds = int(started_at)
+        nanos = int((started_at - seconds) * 1e9)
+        body.append(message(17, integer(1, seconds) + integer(2, nanos)))
+    if branch_step is not None:
+        body.append(message(23, text(1, run_id) + text(3, STEP) + double(2, branch_step)))
+    return message(_RUN, b"".join(body))
+
+
+def run_words(*, name: str, notes: str, group: str, job_type: str, tags: Iterable[str]) -> bytes:
+    """The part of a run record that people may edit on the server later."""
+    return b"".join(
+        (
+            text(6, group),
+            text(7, job_type),
+            text(8, name),
+            text(9, notes),
+            *(text(10, tag) for tag in tags),
+        )
+    )
+
+
+def summary_record(summary: Mapping[str, Any]) -> bytes:
+    """The whole summary of a run."""
+    items = (
+        message(2, k.encode(errors="replace")) + text(16, to_json(v)) for k, v in summary.items()
+    )
+    return message(_SUMMARY, b"".join(message(1, item) for item in items))
+
+
+def console_record(line: str) -> bytes:
+    """One line for the Logs tab."""
+    return message(_OUTPUT_RAW, integer(1, _STDOUT) + text(3, f"{line}\n"))
+
+
+def files_record(files: Iterable[FileRef]) -> bytes:
+    """The files that lie beside the fragment."""
+    items = (text(1, f.name) + integer(2, f.policy) + integer(3, f.kind) for f in files)
+    return message(_FILES, b"".join(message(1, item) for item in items))
+
+
+def exit_record(exit_code: int, runtime: float) -> bytes:
+    """The end of a run; `runtime` in seconds."""
+    return message(_EXIT, integer(1, exit_code) + integer(2, int(runtime)))
