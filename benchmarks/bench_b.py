@@ -41,7 +41,7 @@ def _one_shape(session: Session, runs: int, rows: int) -> list[Line]:
     def ours() -> None:
         parent = session.fresh(f"b-out-{next(number) % 2}")
         for plan in plans:
-            write_fragment(plan, parent, entity="bench", files="link")
+            write_fragment(plan, parent, entity="bench", use="send")
 
     def with_objects() -> None:
         with TransactionLogWriter(session.fresh("b-objects") / "run-x.wandb") as log:

@@ -365,10 +365,11 @@ def json_values(column: pa.Array | pa.ChunkedArray) -> list[bytes]:
         return [b"true" if flag else b"false" for flag in column.to_pylist()]
     if len(column) == 0:
         return []
+    filled = column.fill_null(0) if column.null_count else column
     numbers = (
-        column.fill_null(0).to_numpy(zero_copy_only=False)
-        if isinstance(column, pa.Array)
-        else column.fill_null(0).to_numpy()
+        filled.to_numpy(zero_copy_only=False)
+        if isinstance(filled, pa.Array)
+        else filled.to_numpy()
     )
     texts = orjson.dumps(np.ascontiguousarray(numbers), option=orjson.OPT_SERIALIZE_NUMPY)[
         1:-1

@@ -56,7 +56,8 @@ def _word(data: bytes) -> int:
 
 def _column_hashes(name: str, column: pa.ChunkedArray) -> _Hashes:
     salt = np.uint64(_word(name.encode(errors="surrogatepass")))
-    valid = np.array(column.is_valid().to_numpy())
+    whole = column.null_count == 0
+    valid = np.full(len(column), True) if whole else np.array(column.is_valid().to_numpy())
     if pa.types.is_string(column.type):
         values = [canonical(value) for value in decode(column)]
         valid &= np.array([value is not MISSING for value in values], dtype=bool)
@@ -64,9 +65,11 @@ def _column_hashes(name: str, column: pa.ChunkedArray) -> _Hashes:
     elif pa.types.is_boolean(column.type):
         bits = np.array([_bool_bits(flag) for flag in column.to_pylist()], dtype=np.uint64)
     else:
-        numbers = column.cast(pa.float64(), safe=False).fill_null(0.0).to_numpy()
+        floats = column.cast(pa.float64(), safe=False)
+        numbers = (floats if whole else floats.fill_null(0.0)).to_numpy()
         bits = _number_bits(np.asarray(numbers, dtype=np.float64))
-    return np.where(valid, _mix(bits ^ salt), np.uint64(0))
+    hashes = _mix(bits ^ salt)
+    return hashes if valid.all() else np.where(valid, hashes, np.uint64(0))
 
 
 def _number_bits(numbers: np.ndarray[Any, np.dtype[np.float64]]) -> _Hashes:

@@ -67,9 +67,11 @@ from verl_logsync.settings import Settings
 from verl_logsync.verify import verify_counts, verify_rows
 from verl_logsync.verl_keys import is_training_key
 
-#: Runs that are looked up, sent and verified together. Small, so that reading overlaps with
-#: sending; large enough that a question to the server is asked for many runs at once.
-BATCH = 10
+#: Runs that are looked up, sent and verified together, at first and at most. Reading overlaps with
+#: sending, and a question to the server is asked for many runs at once.
+FIRST_BATCH, LONGEST_BATCH = 3, 40
+#: Log files of one batch have so many bytes at most (but a batch has one run): it is in memory.
+BATCH_BYTES = 256 << 20
 #: Seconds that the server is given to index what it accepted; less when the sender complained.
 INDEXING, COMPLAINED = 30.0, 3.0
 
@@ -293,11 +295,22 @@ def _hand_over(
 
 
 def _batches(runs: Sequence[RunSources]) -> Iterator[tuple[int, Sequence[RunSources]]]:
-    """Stretches of the runs and where they begin; a short one first, to start sending early."""
-    start, size = 0, BATCH // 2
+    """Stretches of the runs and where they begin: a short one first, to start sending early, then
+    ever longer ones, since every batch ends with workers that wait for the slowest run.
+    """
+    start, size = 0, FIRST_BATCH
     while start < len(runs):
-        yield start, runs[start : start + size]
-        start, size = start + size, BATCH
+        end = start + 1
+        held = _bytes(runs[start])
+        while end < min(start + size, len(runs)) and held + _bytes(runs[end]) <= BATCH_BYTES:
+            held += _bytes(runs[end])
+            end += 1
+        yield start, runs[start:end]
+        start, size = end, min(2 * size, LONGEST_BATCH)
+
+
+def _bytes(run: RunSources) -> int:
+    return sum(file.stamp.size for file in run.files)
 
 
 def _sends(engine: Engine) -> bool:

@@ -110,7 +110,7 @@ class OfflineDirSink:
         except OSError as error:
             raise _unwritable(self._output, error) from error
         try:
-            folder = write_fragment(plan, work, entity=plan.target.entity, files="copy")
+            folder = write_fragment(plan, work, entity=plan.target.entity, use="carry")
         except LogsyncError:
             shutil.rmtree(work, ignore_errors=True)
             raise

@@ -45,14 +45,14 @@ def folder_name(plan: UploadPlan) -> str:
 
 
 def write_fragment(
-    plan: UploadPlan, parent: Path, *, entity: str, files: Literal["link", "copy"]
+    plan: UploadPlan, parent: Path, *, entity: str, use: Literal["send", "carry"]
 ) -> Path:
     """Write a plan as a run folder below `parent`, and return the folder.
 
     Args:
         entity: the entity that the records name; empty for the key's default.
-        files: whether the run's files are linked to (the folder is read on this machine, at
-            once) or copied (it travels).
+        use: "send" when it is read on this machine at once: the run's files are linked to, and a
+            crash of the machine may lose it. "carry" when it travels: files are copied.
 
     Raises:
         StateError: the folder cannot be written.
@@ -62,23 +62,24 @@ def write_fragment(
     try:
         (folder / "files").mkdir(parents=True, exist_ok=True)
         for file in plan.extra.files:
-            _place(file, folder / "files", files)
+            _place(file, folder / "files", use)
     except OSError as error:
         raise StateError(
             f"cannot be written: {error.strerror}",
             place=str(folder),
             hint=f"Check its free space: df -h {str(parent)!r}",
         ) from error
-    with TransactionLogWriter(folder / f"run-{plan.target.run_id}.wandb") as log:
+    path = folder / f"run-{plan.target.run_id}.wandb"
+    with TransactionLogWriter(path, durable=use == "carry") as log:
         for payload in payloads(plan, entity):
             log.write_payload(payload)
     return folder
 
 
-def _place(file: FileRef, folder: Path, how: Literal["link", "copy"]) -> None:
+def _place(file: FileRef, folder: Path, use: Literal["send", "carry"]) -> None:
     place = folder / file.name
     place.parent.mkdir(parents=True, exist_ok=True)
-    if how == "copy":
+    if use == "carry":
         shutil.copyfile(file.path, place)
     else:
         place.symlink_to(file.path.absolute())

@@ -287,7 +287,7 @@ class WandbSink:
         """Write the plan's fragment."""
         entity = self._entity(plan.target.entity)
         parent = self._outbox() / f"fragment-{next(self._numbers)}"
-        return Parcel(plan, write_fragment(plan, parent, entity=entity, files="link"))
+        return Parcel(plan, write_fragment(plan, parent, entity=entity, use="send"))
 
     def send(self, parcels: Sequence[Parcel]) -> Mapping[Target, Sent]:
         """Send each fragment once, whatever becomes of it."""
