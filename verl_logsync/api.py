@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_logsync import pipeline
 from verl_logsync.columns import MISSING, STEP, decode
-from verl_logsync.errors import LogsyncError
+from verl_logsync.errors import InputWarning, LogsyncError
 from verl_logsync.ledger import Ledger, LedgerRun, locked, remembered_runs
 from verl_logsync.model import Account, Catalog, History, Outcome, Report, RunSources
 from verl_logsync.settings import Settings, load_settings
@@ -88,11 +89,21 @@ def load(paths: Paths, **settings: Any) -> list[Run]:
 
     Raises:
         UsageError: a path does not exist or a setting is wrong.
-        InputError: a run cannot be read or aligned.
+
+    Warns:
+        InputWarning: a run cannot be read or aligned; the others are returned.
     """
     engine = pipeline.Engine(load_settings(settings), SOURCES)
     found = pipeline.survey(engine, _paths(paths))
-    return [_loaded_run(pipeline.load(engine, run)) for run in found.runs]
+    loaded = []
+    for run in found.runs:
+        result = pipeline.load_or_error(engine, run)
+        if isinstance(result, LogsyncError):
+            text = f"run {run.name} is left out: {result.place}: {result.message}. {result.hint}"
+            warnings.warn(text, InputWarning, stacklevel=2)
+        else:
+            loaded.append(_loaded_run(result))
+    return loaded
 
 
 def _loaded_run(loaded: pipeline.Loaded) -> Run:
@@ -167,22 +178,30 @@ def _online(settings: Settings, progress: pipeline.Progress) -> Iterator[pipelin
 
     server = find_server()
     folder = settings.state_folder
-    with locked(folder) as lock:
-        ledger = Ledger(folder, server.account)
+    with _memory(settings, server.account) as (ledger, held):
+        sink = WandbSink(
+            server, folder / "outbox", jobs=settings.jobs, seconds=settings.timeout, held=held
+        )
         try:
-            sink = WandbSink(
-                server,
-                folder / "outbox",
-                jobs=settings.jobs,
-                seconds=settings.timeout,
-                held=(lock,),
-            )
-            try:
-                yield pipeline.Engine(settings, SOURCES, sink, ledger, progress)
-            finally:
-                sink.close()
+            yield pipeline.Engine(settings, SOURCES, sink, ledger, progress)
         finally:
-            ledger.close()
+            sink.close()
+
+
+@contextmanager
+def _memory(settings: Settings, account: str) -> Iterator[tuple[Ledger | None, tuple[int, ...]]]:
+    """The ledger, and the descriptor that keeps others from it; a dry run only looks into it."""
+    folder = settings.state_folder
+    with ExitStack() as stack:
+        held: tuple[int, ...] = ()
+        if settings.dry_run:
+            ledger = Ledger.for_reading(folder, account)
+        else:
+            held = (stack.enter_context(locked(folder)),)
+            ledger = Ledger(folder, account)
+        if ledger is not None:
+            stack.callback(ledger.close)
+        yield ledger, held
 
 
 def scan(

@@ -367,9 +367,7 @@ def json_values(column: pa.Array | pa.ChunkedArray) -> list[bytes]:
         return []
     filled = column.fill_null(0) if column.null_count else column
     numbers = (
-        filled.to_numpy(zero_copy_only=False)
-        if isinstance(filled, pa.Array)
-        else filled.to_numpy()
+        filled.to_numpy(zero_copy_only=False) if isinstance(filled, pa.Array) else filled.to_numpy()
     )
     texts = orjson.dumps(np.ascontiguousarray(numbers), option=orjson.OPT_SERIALIZE_NUMPY)[
         1:-1

@@ -11,7 +11,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Final
 
-from verl_logsync.errors import UsageError
+from verl_logsync.errors import UsageError, quoted
 from verl_logsync.interfaces import Candidate, Source
 from verl_logsync.model import LogFile, Skip, SkipReason, Stamp
 
@@ -121,7 +121,7 @@ class _Walk:
         detail = "dangling symlink" if dangling else (error.strerror or str(error))
         # W&B leaves links to its diary and its latest run, which break when a folder is moved.
         if _is_log_like(path) or not dangling:
-            hint = f"Check it with: ls -l {str(path)!r}"
+            hint = f"Check it with: ls -l {quoted(path)}"
             self.skips.append(Skip(SkipReason.UNREADABLE, str(path), detail, hint))
 
     def _folder(self, path: Path, status: os.stat_result, depth: int, links: int) -> None:

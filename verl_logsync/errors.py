@@ -21,6 +21,7 @@ to type: `message`, `place` and `hint` are kept apart so that reports can lay th
 
 from __future__ import annotations
 
+import shlex
 from enum import IntEnum
 from typing import ClassVar
 
@@ -119,3 +120,12 @@ class Locked(LogsyncError):
 
 class StateError(LogsyncError):
     """The state folder or the ledger in it cannot be read or written."""
+
+
+class InputWarning(UserWarning):
+    """Something could not be read and was left out, where no report can say so."""
+
+
+def quoted(path: object) -> str:
+    """A path as a word that can be pasted into a shell."""
+    return shlex.quote(str(path))

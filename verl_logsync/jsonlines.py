@@ -9,7 +9,7 @@ from typing import Any, BinaryIO, Final, NamedTuple
 
 import orjson
 
-from verl_logsync.errors import UnreadableInput
+from verl_logsync.errors import UnreadableInput, quoted
 
 #: W&B's uploader skips rows over this size; a longer line is never held in memory.
 LONGEST_LINE: Final = (10 << 20) - (100 << 10)
@@ -40,7 +40,7 @@ def read_lines(path: Path) -> Iterator[Line]:
         raise UnreadableInput(
             f"cannot be read: {error.strerror}",
             place=str(path),
-            hint=f"Check it with: ls -l {str(path)!r}",
+            hint=f"Check it with: ls -l {quoted(path)}",
         ) from error
 
 

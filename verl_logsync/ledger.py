@@ -23,7 +23,7 @@ import numpy as np
 import orjson
 
 from verl_logsync.discover import stamp_of
-from verl_logsync.errors import Locked, StateError
+from verl_logsync.errors import Locked, StateError, quoted
 from verl_logsync.model import (
     Binding,
     Confirmed,
@@ -132,23 +132,35 @@ class Ledger:
     Args:
         folder: the state folder.
         server: base URL of the W&B server; runs of other servers are not seen.
+        writable: without it nothing is made or changed; the file must be there.
 
     Raises:
         StateError: the file cannot be opened, read or written (from any method).
     """
 
-    def __init__(self, folder: Path, server: str) -> None:
+    def __init__(self, folder: Path, server: str, *, writable: bool = True) -> None:
         self._folder = folder
         self._server = server
         self._lock = threading.RLock()  # reading and sending overlap
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            if writable:
+                folder.mkdir(parents=True, exist_ok=True)
             self._db = sqlite3.connect(
-                folder / _FILE_NAME, timeout=30, isolation_level=None, check_same_thread=False
+                f"file:{quote(str(folder / _FILE_NAME))}?mode={'rwc' if writable else 'ro'}",
+                uri=True,
+                timeout=30,
+                isolation_level=None,
+                check_same_thread=False,
             )
-            self._migrate()
+            if writable:
+                self._migrate()
         except (sqlite3.Error, OSError) as error:
             raise self._explained(error) from error
+
+    @classmethod
+    def for_reading(cls, folder: Path, server: str) -> Ledger | None:
+        """What is remembered, to look at; None when there is nothing yet."""
+        return cls(folder, server, writable=False) if (folder / _FILE_NAME).exists() else None
 
     def close(self) -> None:
         self._db.close()
@@ -160,7 +172,7 @@ class Ledger:
             return StateError(
                 f"the ledger is damaged: {error}",
                 place=str(self._folder / _FILE_NAME),
-                hint=f"It is only a cache; remove it: rm {str(self._folder / _FILE_NAME)!r}",
+                hint=f"It is only a cache; remove it: rm {quoted(self._folder / _FILE_NAME)}",
             )
         return _state_error(self._folder, error)
 

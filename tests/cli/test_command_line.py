@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from verl_logsync.testing import LoopbackServer
+from verl_logsync.ledger import locked
+from verl_logsync.testing import Fault, LoopbackServer
+from verl_logsync.testing.builders import write_verl_log
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "fixtures" / "demo"
@@ -286,3 +290,55 @@ def test_full_disk(home: dict[str, str], tmp_path: Path) -> None:
             assert sorted(len(run.rows) for run in server.runs) == [12, 30, 41]
     finally:
         subprocess.run(["umount", str(small)], check=True)
+
+
+def test_dry_run_leaves_no_trace(home: dict[str, str]) -> None:
+    """--dry-run neither makes a state folder nor waits for another upload's lock."""
+    with LoopbackServer() as server:
+        env = server.env() | home
+        state = Path(home["XDG_STATE_HOME"])
+        assert _run("upload", DEMO, "--final", "--dry-run", **env).returncode == 0
+        assert not state.exists()
+        assert _run("upload", DEMO, "--final", **env).returncode == 0
+        before = {p: p.stat().st_mtime_ns for p in state.rglob("*")}
+        with locked(state / "verl-logsync"):
+            result = _run("upload", DEMO, "--final", "--dry-run", **env)
+        assert result.returncode == 0, result.stderr
+        assert {p: p.stat().st_mtime_ns for p in state.rglob("*")} == before
+
+
+def test_names_do_not_steer_the_terminal(home: dict[str, str], tmp_path: Path) -> None:
+    """Control characters in names of files are shown, never sent to the terminal."""
+    folder = tmp_path / "logs" / "grpo"
+    write_verl_log(folder / "a\x1b[2Jb\rc.jsonl", [(0, {"a": 1.0})])
+    result = _run("scan", folder, **home)
+    assert result.returncode == 0
+    assert "\x1b" not in result.stdout
+    assert "\\x1b[2Jb" in result.stdout
+
+
+@pytest.mark.parametrize("asked", [0, 1, 2])
+def test_interrupt_ends_at_once(home: dict[str, str], asked: int) -> None:
+    """Ctrl-C is not kept waiting by a server that stops to answer, whichever thread asked it."""
+    hung = threading.Event()
+
+    def hang(_: object) -> None:
+        server.hang()
+        hung.set()
+
+    with LoopbackServer() as server:
+        server.faults.add(Fault("VerlLogsyncRuns", skip=asked, times=1, callback=hang))
+        env = os.environ | server.env() | home
+        process = subprocess.Popen(
+            [sys.executable, "-m", "verl_logsync", "upload", str(DEMO), "--final"],
+            env=env,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert hung.wait(60)
+        time.sleep(0.5)  # now it waits for the answer
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=20)
+        assert process.returncode == 130, said
+        assert "interrupted" in said
+        assert "Traceback" not in said

@@ -10,6 +10,7 @@ import click
 
 from verl_logsync import __version__
 from verl_logsync.cli.demo import demo
+from verl_logsync.cli.printing import say
 from verl_logsync.cli.scan import scan
 from verl_logsync.cli.status import status
 from verl_logsync.cli.upload import upload
@@ -35,7 +36,9 @@ def main() -> NoReturn:
         sys.exit(int(code or 0))
     except click.exceptions.Abort:
         _say("interrupted; nothing is lost, the next run continues")
-        sys.exit(ExitCode.INTERRUPTED)
+        sys.stdout.flush()
+        # A thread may still wait for an answer of the server, and nobody needs it any more.
+        os._exit(ExitCode.INTERRUPTED)
     except click.ClickException as error:
         error.show()
         sys.exit(ExitCode.USAGE)
@@ -61,4 +64,4 @@ def main() -> NoReturn:
 
 
 def _say(text: str) -> None:
-    click.echo(text, err=True)
+    say(text, err=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from verl_logsync.cli.printing import say
 from verl_logsync.errors import UsageError
 from verl_logsync.settings import Settings
 
@@ -60,9 +61,9 @@ def _upload(logs: Path, settings: Settings) -> int:
     report = run_upload([logs], settings)
     for outcome in report.outcomes:
         for line in outcome_lines(outcome):
-            click.echo(line)
+            say(line)
     for line in report_lines(report):
-        click.echo(line)
+        say(line)
     return int(report.exit_code)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from verl_logsync.cli.options import grouping_options, paths_argument, settings_from
+from verl_logsync.cli.printing import say
 from verl_logsync.settings import Settings
 
 
@@ -54,9 +55,9 @@ def _print_text(found: Any, loaded: Any, settings: Settings) -> None:
             state = f"{ready.state}, time {history.clock}"
             lines = [*run_lines(run, state, rows, result.account), *(f"  {n}" for n in ready.notes)]
         for line in lines:
-            click.echo(line)
+            say(line)
     for line in skip_lines(found.skips):
-        click.echo(line)
+        say(line)
     left_out = counted(len(found.skips), "path")
     click.echo(f"{counted(len(found.runs), 'run')}, {left_out} left out")
 

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from verl_logsync.cli.options import settings_from
+from verl_logsync.cli.printing import say
 
 
 @click.command()
@@ -44,8 +45,8 @@ def _print(rows: list[dict[str, Any]]) -> None:
         )
         if "agrees" in row:
             line += f"; server: {row['server']}" + ("" if row["agrees"] else "  DISAGREES")
-        click.echo(line)
+        say(line)
         for note in row["attention"]:
-            click.echo(f"    {note}")
+            say(f"    {note}")
     if not rows:
         click.echo("nothing was uploaded with this state yet (see: verl-logsync upload --help)")

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from verl_logsync.cli.options import grouping_options, paths_argument, settings_from
+from verl_logsync.cli.printing import say
 
 
 @click.command()
@@ -102,6 +103,6 @@ def _print(report: Any, quiet: bool) -> None:
     for outcome in report.outcomes:
         if not quiet or int(outcome.exit_code) != 0:
             for line in outcome_lines(outcome):
-                click.echo(line)
+                say(line)
     for line in problem_lines(report.skips) if quiet else report_lines(report):
-        click.echo(line)
+        say(line)

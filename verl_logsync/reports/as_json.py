@@ -40,6 +40,7 @@ def outcome_values(outcome: Outcome) -> dict[str, Any]:
         "verified": verdict.agrees if verdict else None,
         "verified_by": verdict.how if verdict else None,
         "differences": list(verdict.differences) if verdict else [],
+        "verdict_notes": list(verdict.notes) if verdict else [],
         "account": account_values(outcome.account) if outcome.account else None,
         "error": error_values(outcome.error) if outcome.error else None,
         "notes": list(outcome.notes),
@@ -122,4 +123,9 @@ def run_values(run: RunSources) -> dict[str, Any]:
 
 
 def _file_values(file: LogFile) -> dict[str, Any]:
-    return {"path": file.place, "source": file.source, "bytes": file.stamp.size, "rank": 0}
+    return {
+        "path": file.place,
+        "source": file.source,
+        "bytes": file.stamp.size,
+        "rank": file.facts.rank,
+    }

@@ -10,6 +10,7 @@ from verl_logsync.model import (
     Account,
     Action,
     Catalog,
+    LogFile,
     Outcome,
     Report,
     RunSources,
@@ -34,7 +35,7 @@ def outcome_lines(outcome: Outcome) -> Iterator[str]:
         yield f"    READ-BACK DISAGREES ({outcome.verdict.how}):"
         yield from (f"      {difference}" for difference in outcome.verdict.differences)
         yield "      Nothing is marked as uploaded: run the same command again"
-    for note in outcome.notes:
+    for note in (*outcome.notes, *(outcome.verdict.notes if outcome.verdict else ())):
         yield f"    {note}"
     if outcome.account is not None:
         yield from account_lines(outcome.account)
@@ -120,6 +121,10 @@ def _looked_at(catalog: Catalog) -> str:
     return f": {waiting} logs hold nothing yet" if waiting else ": no log was recognised"
 
 
+def _rank(file: LogFile) -> str:
+    return "" if file.facts.rank is None else f"  rank {file.facts.rank}"
+
+
 def run_lines(run: RunSources, state: str, rows: str, account: Account | None) -> Iterator[str]:
     """One run of a scan."""
     target = run.target
@@ -127,7 +132,7 @@ def run_lines(run: RunSources, state: str, rows: str, account: Account | None) -
     for number, attempt in enumerate(run.attempts, 1):
         span = f"{attempt.first_step}..{attempt.last_step}"
         yield f"  attempt {number} ({attempt.ordered_by}): steps {span}"
-        yield from (f"    {file.source:12} {file.place}" for file in attempt.files)
+        yield from (f"    {file.source:12} {file.place}{_rank(file)}" for file in attempt.files)
     yield from (f"  config       {file.place}" for file in run.configs)
     yield from (f"  {note}" for note in run.notes)
     if account is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from verl_logsync.columns import STEP
-from verl_logsync.errors import NotALog, UnreadableInput
+from verl_logsync.errors import NotALog, UnreadableInput, quoted
 from verl_logsync.fingerprint import essentials
 from verl_logsync.interfaces import Candidate
 from verl_logsync.model import Facts, LogFile, Reading, Skip, SkipReason
@@ -95,7 +95,7 @@ def read_config(path: Path) -> dict[str, Any]:
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    hint = f"Look at it with: head {str(path)!r}"
+    hint = f"Look at it with: head {quoted(path)}"
     try:
         text = path.read_bytes()[: _LARGEST + 1].decode("utf-8")
         if len(text) > _LARGEST or _ALIAS.search(text):

@@ -18,7 +18,7 @@ from typing import Any, Final
 import pyarrow as pa
 
 from verl_logsync.columns import RUNTIME, STEP, TIMESTAMP, TableBuilder
-from verl_logsync.errors import LogsyncError, NotALog, UnreadableInput
+from verl_logsync.errors import LogsyncError, NotALog, UnreadableInput, quoted
 from verl_logsync.fingerprint import essentials
 from verl_logsync.interfaces import Candidate
 from verl_logsync.model import (
@@ -94,7 +94,7 @@ class OfflineRun:
                 SkipReason.NOTHING_YET, str(path), header.reason, "It is read again next time."
             )
         if header.state is HeaderState.FOREIGN:
-            hint = f"Look at its first bytes: head -c 64 {str(path)!r} | xxd"
+            hint = f"Look at its first bytes: head -c 64 {quoted(path)} | xxd"
             return Skip(SkipReason.NOT_A_LOG, str(path), header.reason, hint)
         try:
             facts = _facts(path, stamp)
@@ -123,7 +123,7 @@ def _folder_without_log(candidate: Candidate) -> Skip:
 
 
 def _unreadable(path: Path, error: OSError) -> Skip:
-    hint = f"Check it with: ls -l {str(path)!r}"
+    hint = f"Check it with: ls -l {quoted(path)}"
     return Skip(SkipReason.UNREADABLE, str(path), error.strerror or str(error), hint)
 
 
@@ -352,7 +352,7 @@ class _Contents:
                 self._files[name] = FileRef(name, path, item.policy, item.type)
             if not found and not any(c in item.path for c in "*?["):
                 place = f"{self._file.place} (byte {entry.offset})"
-                hint = f"Copy it to {str(self._folder / 'files')!r} if it still exists"
+                hint = f"Copy it to {quoted(self._folder / 'files')} if it still exists"
                 self._skips.append(
                     Skip(SkipReason.FILE_GONE, place, f"the run's file {item.path!r}", hint)
                 )

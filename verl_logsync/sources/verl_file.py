@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from verl_logsync.columns import AXES, STEP, TableBuilder
-from verl_logsync.errors import NotALog, UnreadableInput
+from verl_logsync.errors import NotALog, UnreadableInput, quoted
 from verl_logsync.interfaces import Candidate
 from verl_logsync.jsonlines import LONGEST_LINE, Line, parse_line, read_lines
 from verl_logsync.model import Facts, LogFile, Reading, Skip, SkipReason, Stamp
@@ -147,7 +147,7 @@ class _Rows:
 
 
 def _look(place: str, line: Line) -> str:
-    return f"See it with: sed -n {line.number}p {place!r} | head -c 300"
+    return f"See it with: sed -n {line.number}p {quoted(place)} | head -c 300"
 
 
 def experiment_name(file_name: str) -> str:
@@ -195,7 +195,7 @@ def _refusal(candidate: Candidate) -> Skip:
         SkipReason.NOT_A_LOG,
         place,
         "no JSON lines",
-        f"Look at it with: head -c 200 {place!r} | xxd",
+        f"Look at it with: head -c 200 {quoted(place)} | xxd",
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from verl_logsync.columns import STEP, json_values
-from verl_logsync.errors import StateError
+from verl_logsync.errors import StateError, quoted
 from verl_logsync.model import MARKER_KEY, Action, FileRef, History, Marker, Segment, UploadPlan
 from verl_logsync.transaction_log.records import (
     console_record,
@@ -67,7 +67,7 @@ def write_fragment(
         raise StateError(
             f"cannot be written: {error.strerror}",
             place=str(folder),
-            hint=f"Check its free space: df -h {str(parent)!r}",
+            hint=f"Check its free space: df -h {quoted(parent)}",
         ) from error
     path = folder / f"run-{plan.target.run_id}.wandb"
     with TransactionLogWriter(path, durable=use == "carry") as log:

@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from typing_extensions import Self
 
-from verl_logsync.errors import StateError
+from verl_logsync.errors import StateError, quoted
 from verl_logsync.transaction_log.framing import FrameWriter
 from verl_logsync.transaction_log.wire import varint
 
@@ -32,7 +32,7 @@ _ITEM_VALUE_JSON = b"\x82\x01"
 _CACHED_LENGTHS = 32
 
 
-class EncodedKey(tuple[bytes, ...]):
+class EncodedKey(tuple[bytes, ...]):  # noqa: SLOT001 - tuples have no slots of their own
     """A metric name with everything that stands before its value in the file.
 
     As a tuple it holds those bytes for values of 0, 1, 2, ... characters.
@@ -184,7 +184,7 @@ class TransactionLogWriter:
         return StateError(
             f"cannot be written ({error.strerror or error})",
             place=str(self.path),
-            hint=f"Check the folder and its free space: df -h '{self.path.parent}'",
+            hint=f"Check the folder and its free space: df -h {quoted(self.path.parent)}",
         )
 
 

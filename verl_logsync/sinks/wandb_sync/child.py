@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from verl_logsync.errors import StateError
+from verl_logsync.errors import StateError, quoted
 from verl_logsync.sinks.wandb_sync.credentials import Server
 
 _PR_SET_PDEATHSIG: Final = 1
@@ -119,7 +119,7 @@ class Uploader:
             raise StateError(
                 f"the uploader cannot be started: {error.strerror}",
                 place=str(work),
-                hint=f"Check its free space: df -h {str(work)!r}",
+                hint=f"Check its free space: df -h {quoted(work)}",
             ) from error
 
     @property

@@ -1,0 +1,159 @@
+"""Read all files of a run and align them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+
+from verl_logsync.align import Policy, align, training_rows
+from verl_logsync.assemble import Surroundings, assemble
+from verl_logsync.clock import set_clocks
+from verl_logsync.columns import AXES, STEP, TableBuilder
+from verl_logsync.discover import discover, stamp_of
+from verl_logsync.errors import LogsyncError, UnreadableInput
+from verl_logsync.model import (
+    Account,
+    Attempt,
+    AttemptReading,
+    Facts,
+    History,
+    LogFile,
+    Outcome,
+    Reading,
+    RunSources,
+    Skip,
+    SkipReason,
+    Stamp,
+    Target,
+)
+from verl_logsync.pipeline.engine import Engine, attempted
+
+#: The source that rows read back from a server are said to come from.
+_STORED: Final = "stored rows"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """One run, read and aligned. `continued` says that rows of the server are in it."""
+
+    run: RunSources
+    history: History
+    account: Account
+    around: Surroundings
+    pins: Mapping[str, float]
+    started_at: float | None
+    continued: bool = False
+
+
+def load(
+    engine: Engine,
+    run: RunSources,
+    pins: Mapping[str, float] | None = None,
+    stored: Sequence[AttemptReading] = (),
+) -> Loaded:
+    """Read all files of a run and align them.
+
+    Args:
+        pins: estimated starts that an earlier upload settled on.
+        stored: rows that only the server still has, as an attempt before all others.
+    """
+    attempts = [_read_attempt(engine, attempt) for attempt in run.attempts]
+    if stored:
+        attempts = [*stored, *(_without_held(a, stored, engine) for a in attempts)]
+    configs = [engine.by_name[file.source].read(file) for file in run.configs]
+    clocked = set_clocks(attempts, pins or {})
+    settings = engine.settings
+    precisions = {source.name: source.precision for source in engine.sources} | {_STORED: 100}
+    history, account = align(
+        clocked.attempts,
+        precisions,
+        Policy(settings.on_overlap, settings.keep_tail),
+        clocked.clock,
+    )
+    around = assemble(attempts[len(stored) :], configs)
+    return Loaded(run, history, account, around, clocked.pins, clocked.started_at)
+
+
+def load_or_error(engine: Engine, run: RunSources) -> Loaded | LogsyncError:
+    """The same for one run of many; what prevents it is its result."""
+    result = attempted(engine, run, partial(load, engine, run))
+    if isinstance(result, Outcome):
+        assert result.error is not None, "a failed run has an error"
+        return result.error
+    return result
+
+
+def _read_attempt(engine: Engine, attempt: Attempt) -> AttemptReading:
+    return AttemptReading(attempt, tuple((file, _read(engine, file)) for file in attempt.files))
+
+
+def _read(engine: Engine, file: LogFile) -> Reading:
+    """What a file says, provided that it still is the file that was found.
+
+    A job that restarts truncates its log: the new content is another attempt, or another run,
+    and must not be taken for the one that was found.
+    """
+    source = engine.by_name[file.source]
+    reading = source.read(file)
+    if stamp_of(file.path) == file.stamp:
+        return reading
+    now = discover([file.path], [source]).files
+    if not now or _is_replaced(file, now[0]):
+        raise UnreadableInput(
+            "was replaced while it was read", place=file.place, hint="The next upload takes it"
+        )
+    return reading
+
+
+def _is_replaced(known: LogFile, now: LogFile) -> bool:
+    """Whether a path holds another log than before; a first record may have come meanwhile."""
+    other = bool(known.facts.head_digest) and now.facts.head_digest != known.facts.head_digest
+    return other or now.stamp.size < known.stamp.size
+
+
+def stored_attempt(rows: Sequence[Mapping[str, object]], target: Target) -> AttemptReading:
+    """Rows read back from the server, as the attempt whose files are gone."""
+    builder = TableBuilder()
+    axes: dict[str, list[object]] = {axis: [] for axis in AXES}
+    for row in rows:
+        for axis in AXES:
+            axes[axis].append(row.get(axis))
+        builder.add({key: value for key, value in row.items() if key not in AXES})
+    columns = {STEP: pa.array(axes[STEP], type=pa.int64())}
+    for axis in AXES[1:]:
+        if any(value is not None for value in axes[axis]):
+            columns[axis] = pa.array(axes[axis], type=pa.float64())
+    reading = Reading(pa.table(columns | builder.columns()))
+    file = LogFile(Path(str(target)), _STORED, Stamp(0, 0, 0, 0), Facts())
+    return AttemptReading(Attempt((file,), None, "recorded start"), ((file, reading),))
+
+
+def _without_held(
+    attempt: AttemptReading, stored: Sequence[AttemptReading], engine: Engine
+) -> AttemptReading:
+    """An attempt without validation records at steps whose rows only the server has.
+
+    Merging them would mean to take such a row from the server and to send it again; if that
+    failed half-way its training metrics, which are nowhere else, would be gone.
+    """
+    if engine.settings.on_overlap != "last":
+        return attempt
+    steps = np.concatenate([r.rows.column(STEP).to_numpy() for s in stored for _, r in s.readings])
+    readings = []
+    for file, reading in attempt.readings:
+        held = np.isin(reading.rows.column(STEP).to_numpy(), steps) & ~training_rows(reading.rows)
+        if held.any():
+            count = int(held.sum())
+            detail = f"{count} validation records at steps that are on the server already"
+            skip = Skip(SkipReason.HELD, file.place, detail, records=count)
+            rows = reading.rows.filter(pa.array(~held))
+            readings.append((file, replace(reading, rows=rows, skips=(*reading.skips, skip))))
+        else:
+            readings.append((file, reading))
+    return AttemptReading(attempt.attempt, tuple(readings))
