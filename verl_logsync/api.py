@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_logsync import pipeline
 from verl_logsync.columns import MISSING, STEP, decode
-from verl_logsync.errors import InputWarning, LogsyncError
+from verl_logsync.errors import InputWarning, LogsyncError, OverlapRefused
 from verl_logsync.ledger import Ledger, LedgerRun, locked, remembered_runs
 from verl_logsync.model import Account, Catalog, History, Outcome, Report, RunSources
 from verl_logsync.settings import Settings, load_settings
@@ -89,21 +89,22 @@ def load(paths: Paths, **settings: Any) -> list[Run]:
 
     Raises:
         UsageError: a path does not exist or a setting is wrong.
+        OverlapRefused: attempts overlap, and that was to be an error.
+        InputError: there are runs, but none of them can be read.
 
     Warns:
-        InputWarning: a run cannot be read or aligned; the others are returned.
+        InputWarning: a run cannot be read; the others are returned.
     """
     engine = pipeline.Engine(load_settings(settings), SOURCES)
     found = pipeline.survey(engine, _paths(paths))
-    loaded = []
-    for run in found.runs:
-        result = pipeline.load_or_error(engine, run)
-        if isinstance(result, LogsyncError):
-            text = f"run {run.name} is left out: {result.place}: {result.message}. {result.hint}"
-            warnings.warn(text, InputWarning, stacklevel=2)
-        else:
-            loaded.append(_loaded_run(result))
-    return loaded
+    results = [(run, pipeline.load_or_error(engine, run)) for run in found.runs]
+    failed = [(run, error) for run, error in results if isinstance(error, LogsyncError)]
+    for run, error in failed:
+        if isinstance(error, OverlapRefused) or len(failed) == len(results):
+            raise error
+        text = f"run {run.name} is left out: {error.place}: {error.message}. {error.hint}"
+        warnings.warn(text, InputWarning, stacklevel=2)
+    return [_loaded_run(r) for _, r in results if not isinstance(r, LogsyncError)]
 
 
 def _loaded_run(loaded: pipeline.Loaded) -> Run:
