@@ -3,14 +3,13 @@
 Rules (design, section 2): within an attempt later keys win, merged per key. From the first
 training step of a later attempt on, the earlier attempt is superseded; a validation-only
 record at the resume step merges and erases nothing. Of several sources of one attempt the
-more precise wins. A record of a file that trains a step again that was already passed begins
-a new attempt inside the file.
+more precise wins.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -19,8 +18,8 @@ import pyarrow as pa
 
 from verl_logsync.columns import AXES, MISSING, STEP, as_numbers, concat, decode, to_json
 from verl_logsync.errors import OverlapRefused
-from verl_logsync.model import Account, AttemptReading, Clock, Conflict, History
-from verl_logsync.verl_keys import is_training_key
+from verl_logsync.model import Account, AttemptReading, Clock, Conflict, History, Origin
+from verl_logsync.verl_keys import training_rows
 
 OnOverlap = Literal["last", "first", "both", "error"]
 
@@ -31,6 +30,7 @@ ROUNDING: Final = 1e-6
 
 _Ints = np.ndarray[Any, np.dtype[np.int64]]
 _Bools = np.ndarray[Any, np.dtype[np.bool_]]
+_Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,8 @@ class _Rows:
     sessions: _Ints
     precisions: _Ints
     training: _Bools
-    attempts: _Ints
+    files: _Ints
+    slack: _Floats
 
 
 def align(
@@ -94,7 +95,8 @@ def align(
         skips=tuple(skips),
         conflicts=tuple(conflicts),
         conflict_count=count,
-        notes=tuple(_notes(rows, superseded, history)),
+        notes=(*_reading_notes(attempts), *_notes(rows, superseded, history)),
+        origins=tuple(_origins(attempts, rows, kept)),
     )
     return history, account
 
@@ -107,87 +109,29 @@ def _gather(attempts: Sequence[AttemptReading], precisions: Mapping[str, int]) -
     sessions: list[_Ints] = []
     precision: list[_Ints] = []
     training: list[_Bools] = []
-    begun = 0
-    for attempt in attempts:
-        longest = 1
+    slack: list[_Floats] = []
+    for number, attempt in enumerate(attempts):
         for file, reading in attempt.readings:
-            flags = training_rows(reading.rows)
-            own = _sessions(reading.rows, flags)
+            count = reading.rows.num_rows
             tables.append(reading.rows)
-            sessions.append(own + begun)
-            precision.append(np.full(len(own), precisions[file.source], dtype=np.int64))
-            training.append(flags)
-            longest = max(longest, int(own.max(initial=0)) + 1)
-        begun += longest
-    table = concat(tables) if tables else pa.table({STEP: pa.array([], type=pa.int64())})
-    joined = np.concatenate(sessions) if sessions else np.empty(0, dtype=np.int64)
+            sessions.append(np.full(count, number, dtype=np.int64))
+            precision.append(np.full(count, precisions[file.source], dtype=np.int64))
+            training.append(training_rows(reading.rows))
+            slack.append(np.full(count, reading.rounding))
+    if not tables:
+        none = np.empty(0, dtype=np.int64)
+        empty = pa.table({STEP: pa.array([], type=pa.int64())})
+        return _Rows(empty, none, none, none, none.astype(bool), none, none.astype(float))
+    table = concat(tables)
     return _Rows(
         table,
         table.column(STEP).to_numpy(),
-        joined,
-        np.concatenate(precision) if precision else joined,
-        np.concatenate(training) if training else np.empty(0, dtype=bool),
-        joined,
+        np.concatenate(sessions),
+        np.concatenate(precision),
+        np.concatenate(training),
+        np.repeat(np.arange(len(tables)), [t.num_rows for t in tables]),
+        np.concatenate(slack),
     )
-
-
-def _present(table: pa.Table, names: Sequence[str]) -> _Bools:
-    """Which rows have which of the columns, shape (rows, names)."""
-    if not names:
-        return np.zeros((table.num_rows, 0), dtype=bool)
-    return np.column_stack(
-        [
-            table.column(n).is_valid().to_numpy()
-            if table.column(n).null_count
-            else np.ones(table.num_rows, dtype=bool)
-            for n in names
-        ]
-    )
-
-
-def _training_keys(table: pa.Table) -> list[str]:
-    return [n for n in table.column_names if n not in AXES and is_training_key(n)]
-
-
-def training_rows(table: pa.Table) -> _Bools:
-    """Which rows hold a result of a training step."""
-    found = np.zeros(table.num_rows, dtype=bool)
-    for name in _training_keys(table):
-        column = table.column(name)
-        if column.null_count == 0:
-            return np.ones(table.num_rows, dtype=bool)
-        found |= column.is_valid().to_numpy()
-        if found.all():
-            break
-    return found
-
-
-def _sessions(table: pa.Table, training: _Bools) -> _Ints:
-    """Number the attempts inside one file: 0 for its first rows, 1 after a restart, ...
-
-    Steps may go back without a restart: a late validation or a late aggregate has keys that
-    were not logged at such a step yet. A restart logs training keys again that were already
-    logged at that step or a later one.
-    """
-    steps = table.column(STEP).to_numpy()
-    numbers = np.zeros(len(steps), dtype=np.int64)
-    back = np.flatnonzero(np.diff(steps) < 0) + 1
-    if not len(back):
-        return numbers
-    names = _training_keys(table)
-    present = _present(table, names)
-    reached = np.full(len(names), np.iinfo(np.int64).min)
-    highest, current = steps[0], 0
-    for index, step in enumerate(steps):
-        having = present[index]
-        if step < highest and training[index] and bool(np.any(reached[having] >= step)):
-            current += 1
-            highest = step
-            reached[:] = np.iinfo(np.int64).min
-        numbers[index] = current
-        highest = max(highest, step)
-        reached[having] = np.maximum(reached[having], step)
-    return numbers
 
 
 # -- superseding ---------------------------------------------------------------------------
@@ -254,7 +198,7 @@ def _merge(rows: _Rows, kept: _Bools, *, first_wins: bool) -> tuple[pa.Table, li
     clock_order = index[earliest_last]
     ordered = rows.steps[order]
     starts = np.flatnonzero(np.diff(ordered, prepend=ordered[0] - 1))
-    conflicts = _Conflicts(ordered[starts])
+    conflicts = _Conflicts(ordered[starts], np.maximum.reduceat(rows.slack[order], starts))
     columns: dict[str, Any] = {STEP: pa.array(ordered[starts])}
     for name in rows.table.column_names:
         if name == STEP:
@@ -283,8 +227,9 @@ def _last_valid(column: pa.Array, order: _Ints, starts: _Ints) -> _Ints:
 class _Conflicts:
     """Finds keys that two records of one step state differently."""
 
-    def __init__(self, steps: _Ints) -> None:
+    def __init__(self, steps: _Ints, slack: _Floats) -> None:
         self._steps = steps
+        self._slack = slack
         self.found: list[Conflict] = []
         self.count = 0
 
@@ -295,40 +240,39 @@ class _Conflicts:
             return
         ends = np.append(starts[1:], len(order))
         if not pa.types.is_string(column.type):
-            several &= _differing(as_numbers(column)[order], valid, starts)
+            several &= _differing(as_numbers(column)[order], valid, starts, self._slack)
         for group in np.flatnonzero(several):
             members = order[starts[group] : ends[group]]
-            self._compare(name, int(self._steps[group]), decode(column.take(pa.array(members))))
+            self._compare(name, int(group), decode(column.take(pa.array(members))))
 
-    def _compare(self, name: str, step: int, values: list[Any]) -> None:
+    def _compare(self, name: str, group: int, values: list[Any]) -> None:
+        step, slack = int(self._steps[group]), float(self._slack[group])
         stated = [value for value in values if value is not MISSING]
         kept = stated[-1]
         for dropped in stated[:-1]:
-            if not _same(kept, dropped):
+            if not _same(kept, dropped, slack):
                 self.count += 1
                 if len(self.found) < CONFLICTS_KEPT:
                     self.found.append(Conflict(step, name, to_json(kept), to_json(dropped)))
                 return
 
 
-def _differing(
-    numbers: np.ndarray[Any, np.dtype[np.float64]], valid: _Bools, starts: _Ints
-) -> _Bools:
+def _differing(numbers: _Floats, valid: _Bools, starts: _Ints, slack: _Floats) -> _Bools:
     """For every step, whether its numbers may differ by more than rounding."""
     gone = np.isnan(numbers)
     low = np.minimum.reduceat(np.where(valid & ~gone, numbers, np.inf), starts)
     high = np.maximum.reduceat(np.where(valid & ~gone, numbers, -np.inf), starts)
     some_nan = np.logical_or.reduceat(valid & gone, starts)
     with np.errstate(invalid="ignore"):
-        apart = ~np.isclose(low, high, rtol=ROUNDING, atol=0) & (low <= high)
+        apart = ~np.isclose(low, high, rtol=ROUNDING, atol=slack) & (low <= high)
     mixed: _Bools = apart | (some_nan & (low <= high))
     return mixed
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: Any, other: Any, slack: float) -> bool:
     """Whether two statements of a value agree within rounding (NaN agrees with null)."""
     if isinstance(one, int | float) and isinstance(other, int | float):
-        return bool(np.isclose(one, other, rtol=ROUNDING, atol=0, equal_nan=True))
+        return bool(np.isclose(one, other, rtol=ROUNDING, atol=slack, equal_nan=True))
     if one is None or other is None:
         return _says_nothing(one) and _says_nothing(other)
     return bool(one == other)
@@ -366,6 +310,46 @@ def _attempt_of_rows(rows: _Rows, kept: _Bools, steps: _Ints) -> _Ints:
         places = np.searchsorted(steps, rows.steps[order])
         numbers[places] = rows.sessions[order]
     return numbers
+
+
+def _reading_notes(attempts: Sequence[AttemptReading]) -> list[str]:
+    """What the sources had to say about their files."""
+    notes = [note for attempt in attempts for _, r in attempt.readings for note in r.notes]
+    coarse = sorted({k for a in attempts for _, r in a.readings for k in r.below_precision})
+    if coarse:
+        more = f" and {len(coarse) - 5} more" if len(coarse) > 5 else ""
+        notes.append(
+            f"{', '.join(coarse[:5])}{more} were printed as 0 by a log with three decimals: a 0 "
+            "there only says that the value is below 0.0005"
+        )
+    return list(dict.fromkeys(notes))
+
+
+def _origins(attempts: Sequence[AttemptReading], rows: _Rows, kept: _Bools) -> Iterator[Origin]:
+    """Stretches of steps whose rows come from the same files."""
+    files = [(n, file.place) for n, a in enumerate(attempts) for file, _ in a.readings]
+    index = np.flatnonzero(kept)
+    if not len(index):
+        return
+    order = index[np.lexsort((rows.files[index], rows.steps[index]))]
+    steps, numbers = rows.steps[order], rows.files[order]
+    once = np.append(True, (np.diff(steps) != 0) | (np.diff(numbers) != 0))
+    steps, numbers = steps[once], numbers[once]
+    starts = np.flatnonzero(np.append(True, np.diff(steps) != 0))
+    ends = np.append(starts[1:], len(steps))
+    # Sums of random words tell sets of files apart.
+    words = np.random.default_rng(0).integers(1, 2**62, len(files), dtype=np.uint64)
+    sets = np.add.reduceat(words[numbers], starts)
+    steps = steps[starts]
+    changes = np.flatnonzero(np.append(True, sets[1:] != sets[:-1]))
+    for first, after in zip(changes, np.append(changes[1:], len(steps)), strict=True):
+        members = numbers[starts[first] : ends[first]].tolist()
+        yield Origin(
+            int(steps[first]),
+            int(steps[after - 1]),
+            max(files[m][0] for m in members),
+            tuple(files[m][1] for m in members),
+        )
 
 
 def _notes(rows: _Rows, superseded: _Bools, history: History) -> list[str]:

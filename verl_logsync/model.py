@@ -364,6 +364,16 @@ class Conflict:
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """From which files the rows of a stretch of steps come; `attempt` counts from 0."""
+
+    first_step: int
+    last_step: int
+    attempt: int
+    places: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Account:
     """Where every record went: seen = kept + merged + superseded + skipped."""
 
@@ -377,6 +387,7 @@ class Account:
     conflicts: tuple[Conflict, ...] = ()
     conflict_count: int = 0
     notes: tuple[str, ...] = ()
+    origins: tuple[Origin, ...] = ()
 
     @property
     def balanced(self) -> bool:

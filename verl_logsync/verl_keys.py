@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _VALIDATION: Final = ("val-core/", "val-aux/", "val/", "eval/")
 # Logged beside a validation or after the loop, without a training step: the validation's own
@@ -28,3 +33,21 @@ def is_training_key(key: str) -> bool:
 def is_validation_only(keys: Iterable[str]) -> bool:
     """Whether a record with these keys holds no result of a training step."""
     return not any(map(is_training_key, keys))
+
+
+def training_keys(table: pa.Table) -> list[str]:
+    """The columns that hold results of training steps."""
+    return [name for name in table.column_names if is_training_key(name)]
+
+
+def training_rows(table: pa.Table) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Which rows hold a result of a training step, shape (rows,)."""
+    found = np.zeros(table.num_rows, dtype=bool)
+    for name in training_keys(table):
+        column = table.column(name)
+        if column.null_count == 0:
+            return np.ones(table.num_rows, dtype=bool)
+        found |= column.is_valid().to_numpy()
+        if found.all():
+            break
+    return found

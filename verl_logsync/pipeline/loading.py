@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 
-from verl_logsync.align import Policy, align, training_rows
+from verl_logsync.align import Policy, align
 from verl_logsync.assemble import Surroundings, assemble
 from verl_logsync.clock import set_clocks
 from verl_logsync.columns import AXES, STEP, TableBuilder
@@ -33,6 +33,8 @@ from verl_logsync.model import (
     Target,
 )
 from verl_logsync.pipeline.engine import Engine, attempted
+from verl_logsync.sessions import sort_out
+from verl_logsync.verl_keys import training_rows
 
 #: The source that rows read back from a server are said to come from.
 _STORED: Final = "stored rows"
@@ -63,9 +65,9 @@ def load(
         pins: estimated starts that an earlier upload settled on.
         stored: rows that only the server still has, as an attempt before all others.
     """
-    attempts = [_read_attempt(engine, attempt) for attempt in run.attempts]
+    attempts = sort_out([_read_attempt(engine, attempt) for attempt in run.attempts])
     if stored:
-        attempts = [*stored, *(_without_held(a, stored, engine) for a in attempts)]
+        attempts = (*stored, *(_without_held(a, stored, engine) for a in attempts))
     configs = [engine.by_name[file.source].read(file) for file in run.configs]
     clocked = set_clocks(attempts, pins or {})
     settings = engine.settings
