@@ -1,7 +1,9 @@
 """When every step happened: `_timestamp` and `_runtime` for readings that lack them.
 
-verl's JSONL has no time. The time of a row is rebuilt from the sum of its step times, ending
-at the file's last modification, and marked as estimated. The estimated start is pinned by the
+Recorded times go first: of offline runs and step logs, else of the container's or scheduler's
+stamps in console text. verl's JSONL has no time: where nothing else was recorded, the time of a
+row is rebuilt from the sum of its step times, ending at the file's last modification, and marked
+as estimated. The estimated start is pinned by the
 first upload, so that rows sent later continue the same clock.
 
 `_runtime` is the time since the run's first start without the idle time between attempts.
@@ -19,10 +21,12 @@ import pyarrow as pa
 
 from verl_logsync.columns import RUNTIME, STEP, TIMESTAMP, as_numbers
 from verl_logsync.model import AttemptReading, Clock, LogFile, Reading
-from verl_logsync.verl_keys import STEP_SECONDS, TESTING_SECONDS
+from verl_logsync.verl_keys import STEP_SECONDS, beside_step_time
 
 #: No training step takes longer, in seconds.
 LONGEST_STEP: Final = 30 * 86400.0
+#: Clocks that differ by less than this, in seconds, are the same: a line is written late.
+SKEW: Final = 2.0
 
 _Floats = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -42,8 +46,16 @@ class Clocked:
     started_at: float | None
 
 
-def set_clocks(attempts: Sequence[AttemptReading], pins: Mapping[str, float]) -> Clocked:
-    """Give all rows of a run their times, as far as they are known."""
+def set_clocks(
+    attempts: Sequence[AttemptReading], pins: Mapping[str, float], *, wall: bool = False
+) -> Clocked:
+    """Give all rows of a run their times, as far as they are known.
+
+    Args:
+        attempts: in order.
+        pins: what an earlier upload settled on.
+        wall: keep the idle time between attempts in `_runtime`.
+    """
     pinned: dict[str, float] = {}
     timed: list[AttemptReading] = []
     kinds: set[Clock] = set()
@@ -63,7 +75,26 @@ def set_clocks(attempts: Sequence[AttemptReading], pins: Mapping[str, float]) ->
         before.extend(f.facts.head_digest for f, _ in attempt.readings)
         done.append(_shifted(attempt, active))
         active += _active_seconds(attempt)
-    return Clocked(tuple(done), _overall(kinds), pinned, _first_start(done))
+    started_at = _first_start(done)
+    if wall and started_at is not None:
+        done = [_by_the_wall(attempt, started_at) for attempt in done]
+    return Clocked(tuple(done), _overall(kinds), pinned, started_at)
+
+
+def _by_the_wall(attempt: AttemptReading, started_at: float) -> AttemptReading:
+    """`_runtime` of all rows since the first start, idle time included."""
+    readings = [
+        (
+            file,
+            replace(
+                r, rows=_with(r.rows, RUNTIME, as_numbers(r.rows.column(TIMESTAMP)) - started_at)
+            ),
+        )
+        if TIMESTAMP in r.rows.schema.names
+        else (file, r)
+        for file, r in attempt.readings
+    ]
+    return AttemptReading(attempt.attempt, tuple(readings))
 
 
 def _pinned_active(
@@ -103,30 +134,96 @@ def _timed(
 
     `window` lies between the known end of the attempts before and the start of the next.
     """
-    recorded = [r.rows for _, r in attempt.readings if TIMESTAMP in r.rows.schema.names]
+    with_clock = _without_skew(attempt.readings)
+    recorded = [r.rows for _, r in with_clock if TIMESTAMP in r.rows.schema.names]
+    covered = _timed_steps(recorded)
     readings: list[tuple[LogFile, Reading]] = []
     kind: Clock = "recorded"
-    for file, reading in attempt.readings:
-        rows, started = reading.rows, reading.started_at
-        if TIMESTAMP not in rows.schema.names and rows.num_rows:
-            seconds = _step_seconds(rows)
-            kind = "unknown" if seconds is None else "estimated"
-            if seconds is not None:
-                head = file.facts.head_digest
-                elapsed = np.cumsum(seconds)
-                start = pins.get(head)
-                if start is None:
-                    end = min(file.stamp.mtime, window[1])
-                    start = max(_start(rows, elapsed, recorded, end), window[0])
-                pinned[head] = started = start
-                rows = _with(rows, TIMESTAMP, start + elapsed)
-        elif rows.num_rows:
-            rows = _with_runtime(rows, reading.started_at)
-        readings.append((file, replace(reading, rows=rows, started_at=started)))
-    covered = {step for rows in recorded for step in rows.column(STEP).to_pylist()}
-    if recorded and all(_inside(r.rows, covered) for _, r in readings):
-        kind = "recorded"
+    for file, reading in with_clock:
+        rows = reading.rows
+        if TIMESTAMP in rows.schema.names or not rows.num_rows:
+            readings.append((file, reading))
+            continue
+        if not set(rows.column(STEP).to_pylist()) <= covered:
+            kind = "unknown" if _step_seconds(rows) is None else "estimated"
+        readings.append((file, _estimated(file, reading, recorded, pins, pinned, window)))
     return AttemptReading(attempt.attempt, tuple(readings)), kind
+
+
+def _estimated(
+    file: LogFile,
+    reading: Reading,
+    recorded: Sequence[pa.Table],
+    pins: Mapping[str, float],
+    pinned: dict[str, float],
+    window: tuple[float, float],
+) -> Reading:
+    """A reading without times, with those that its step times give where none is recorded."""
+    rows = reading.rows
+    seconds = _step_seconds(rows)
+    if seconds is None:
+        return reading
+    head = file.facts.head_digest
+    elapsed = np.cumsum(seconds)
+    start = pins.get(head)
+    if start is None:
+        end = min(file.stamp.mtime, window[1])
+        start = max(_start(rows, elapsed, recorded, end), window[0])
+    pinned[head] = start
+    times = start + elapsed
+    known = np.isin(rows.column(STEP).to_numpy(), sorted(_timed_steps(recorded)))
+    rows = _with(rows, TIMESTAMP, np.where(known, np.nan, times))
+    return replace(reading, rows=rows, started_at=start)
+
+
+def _timed_steps(recorded: Sequence[pa.Table]) -> set[int]:
+    """Steps for which some log recorded a time."""
+    return {
+        step
+        for rows in recorded
+        for step in rows.column(STEP).filter(rows.column(TIMESTAMP).is_valid()).to_pylist()
+    }
+
+
+def _without_skew(
+    readings: Sequence[tuple[LogFile, Reading]],
+) -> list[tuple[LogFile, Reading]]:
+    """Recorded clocks of one attempt, set by the one that has most rows.
+
+    Containers and nodes have clocks of their own; a constant difference is corrected and said.
+    """
+    clocks = [r for _, r in readings if TIMESTAMP in r.rows.schema.names and r.rows.num_rows]
+    if len(clocks) < 2:
+        return list(readings)
+    leader = max(clocks, key=lambda r: (RUNTIME in r.rows.schema.names, r.rows.num_rows))
+    return [
+        (file, _set_by(leader, reading, file))
+        if any(reading is other for other in clocks) and reading is not leader
+        else (file, reading)
+        for file, reading in readings
+    ]
+
+
+def _set_by(leader: Reading, reading: Reading, file: LogFile) -> Reading:
+    _, ours, theirs = np.intersect1d(
+        reading.rows.column(STEP).to_numpy(),
+        leader.rows.column(STEP).to_numpy(),
+        return_indices=True,
+    )
+    times = as_numbers(reading.rows.column(TIMESTAMP))
+    differences = times[ours] - as_numbers(leader.rows.column(TIMESTAMP))[theirs]
+    usable = differences[np.isfinite(differences)]
+    skew = float(np.median(usable)) if len(usable) else 0.0
+    if abs(skew) <= SKEW:
+        return reading
+    started = reading.started_at - skew if reading.started_at is not None else None
+    note = f"the clock of {file.place} differs by {skew:+.1f} s; its times are corrected by that"
+    return replace(
+        reading,
+        rows=_with(reading.rows, TIMESTAMP, times - skew),
+        started_at=started,
+        notes=(*reading.notes, note),
+    )
 
 
 def _known_end(attempt: AttemptReading, pins: Mapping[str, float]) -> float:
@@ -143,10 +240,6 @@ def _known_end(attempt: AttemptReading, pins: Mapping[str, float]) -> float:
     return end
 
 
-def _inside(rows: pa.Table, steps: set[int]) -> bool:
-    return set(rows.column(STEP).to_pylist()) <= steps
-
-
 def _step_seconds(rows: pa.Table) -> _Floats | None:
     """Seconds that each record took; None when no record says so."""
     names = rows.schema.names
@@ -158,11 +251,10 @@ def _step_seconds(rows: pa.Table) -> _Floats | None:
     if not usable.any() or float(seconds[usable].max()) > LONGEST_STEP:
         return None  # whatever was logged there, it is no duration
     seconds = np.where(usable, seconds, 0.0)
-    # perf/... is logged with every training step only by versions whose step time (0.6.0 on)
-    # does not contain the validation; update_weights came with them.
-    if TESTING_SECONDS in names and "actor/entropy_loss" not in names:
-        testing = as_numbers(rows.column(TESTING_SECONDS))
-        seconds = seconds + np.where(np.isfinite(testing) & (testing > 0), testing, 0.0)
+    for key in beside_step_time(names):
+        if key in names:
+            more = as_numbers(rows.column(key))
+            seconds = seconds + np.where(np.isfinite(more) & (more > 0), more, 0.0)
     return seconds
 
 
@@ -189,15 +281,6 @@ def _with(rows: pa.Table, name: str, values: _Floats) -> pa.Table:
     if name in rows.schema.names:
         return rows.set_column(rows.schema.get_field_index(name), name, column)
     return rows.append_column(name, column)
-
-
-def _with_runtime(rows: pa.Table, started_at: float | None) -> pa.Table:
-    """Recorded rows with their `_runtime`, which old logs may lack."""
-    if RUNTIME in rows.schema.names:
-        return rows
-    times = as_numbers(rows.column(TIMESTAMP))
-    start = started_at if started_at is not None else float(np.nanmin(times))
-    return _with(rows, RUNTIME, times - start)
 
 
 def _start_of(attempt: AttemptReading) -> float | None:

@@ -15,6 +15,7 @@ Mode = Literal["online", "offline", "disabled"]
 VerifyLevel = Literal["counts", "full", "none"]
 OnOverlap = Literal["last", "first", "both", "error"]
 OnRewrite = Literal["rewind", "keep"]
+Runtime = Literal["active", "wall"]
 
 #: Read from the current folder when it exists and no other is named.
 CONFIG_NAME: Final = "verl-logsync.toml"
@@ -24,6 +25,7 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "verify": get_args(VerifyLevel),
     "on_overlap": get_args(OnOverlap),
     "on_rewrite": get_args(OnRewrite),
+    "runtime": get_args(Runtime),
 }
 # W&B's own variables that mean the same; ours are read after them and win.
 _WANDB_MODES: Final = {
@@ -61,6 +63,7 @@ class Settings:
     on_overlap: OnOverlap = "last"
     keep_tail: bool = False
     on_rewrite: OnRewrite = "rewind"
+    runtime: Runtime = "active"
     settle: float = 60.0
     stale_after: float = 3600.0
     final: bool = False
@@ -74,7 +77,9 @@ class Settings:
     @property
     def decisive(self) -> str:
         """The settings that decide what is sent, as text: another choice makes work again."""
-        return repr((self.on_overlap, self.keep_tail, self.on_rewrite, self.final, self.runs))
+        return repr(
+            (self.on_overlap, self.keep_tail, self.on_rewrite, self.runtime, self.final, self.runs)
+        )
 
 
 def load_settings(given: Mapping[str, Any], config: Path | None = None) -> Settings:

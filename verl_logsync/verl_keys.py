@@ -17,8 +17,11 @@ _AROUND: Final = ("timing_s/testing", "timing_s/save_checkpoint", "timing/")
 
 #: Seconds of one step, in order of preference.
 STEP_SECONDS: Final = ("timing_s/step", "perf/time_per_step", "timing(s)/step", "train/time(s)")
-#: Seconds of the validation that belongs to a step; not part of the above from 0.6.0 on.
+#: Seconds of validation and of saving a checkpoint; see `beside_step_time`.
 TESTING_SECONDS: Final = "timing_s/testing"
+SAVING_SECONDS: Final = "timing_s/save_checkpoint"
+_SINCE_0_6: Final = frozenset({"response/aborted_ratio"})
+_UNTIL_0_5: Final = frozenset({"actor/entropy_loss", "mfu/actor", "val/test_score"})
 
 
 def is_training_key(key: str) -> bool:
@@ -51,3 +54,19 @@ def training_rows(table: pa.Table) -> np.ndarray[Any, np.dtype[np.bool_]]:
         if found.all():
             break
     return found
+
+
+def beside_step_time(names: Iterable[str]) -> tuple[str, ...]:
+    """The durations that `timing_s/step` does not contain in the verl version of these keys.
+
+    0.2-0.5 time the whole iteration; 0.6.0-0.7.0 leave validation and saving out; from 0.7.1
+    on only validation is left out. A log without any mark of a version is taken for a late one.
+    """
+    known = set(names)
+    if "timing_s/update_weights" in known or any(k.startswith("actor/perf/") for k in known):
+        return (TESTING_SECONDS,)
+    if known & _SINCE_0_6 or any(k.startswith("response_length_non_aborted/") for k in known):
+        return (TESTING_SECONDS, SAVING_SECONDS)
+    if known & _UNTIL_0_5 or any(k.startswith("perf/") for k in known):
+        return ()
+    return (TESTING_SECONDS,)

@@ -45,6 +45,12 @@ from verl_logsync.cli.printing import say
     "and send only newer steps (default: rewind).",
 )
 @click.option(
+    "--runtime",
+    type=click.Choice(["active", "wall"]),
+    help="What `_runtime` counts: the time that the job ran, or all time since its first start "
+    "(default: active).",
+)
+@click.option(
     "--settle",
     type=float,
     metavar="SECONDS",

@@ -69,8 +69,8 @@ def load(
     if stored:
         attempts = (*stored, *(_without_held(a, stored, engine) for a in attempts))
     configs = [engine.by_name[file.source].read(file) for file in run.configs]
-    clocked = set_clocks(attempts, pins or {})
     settings = engine.settings
+    clocked = set_clocks(attempts, pins or {}, wall=settings.runtime == "wall")
     precisions = {source.name: source.precision for source in engine.sources} | {_STORED: 100}
     history, account = align(
         clocked.attempts,
