@@ -17,14 +17,17 @@ import numpy as np
 import pyarrow as pa
 
 from verl_logsync.columns import AXES, MISSING, STEP, as_numbers, concat, decode, to_json
-from verl_logsync.errors import OverlapRefused
+from verl_logsync.errors import OverlapRefused, RestartRefused, quoted
 from verl_logsync.model import Account, AttemptReading, Clock, Conflict, History, Origin
 from verl_logsync.verl_keys import training_rows
 
 OnOverlap = Literal["last", "first", "both", "error"]
+OnRestart = Literal["ask", "replace"]
 
 #: So many conflicts are kept word for word; all are counted.
 CONFLICTS_KEPT: Final = 20
+#: Runs start at step 0 (validation before training) or 1; what starts later was resumed.
+_LATEST_START: Final = 1
 #: Relative difference up to which two prints of one number are the same.
 ROUNDING: Final = 1e-6
 
@@ -38,11 +41,13 @@ class Policy:
     """How overlapping attempts are treated.
 
     `on_overlap` says whose row a step keeps; with `keep_tail` the rows of an earlier attempt
-    beyond the last step of the later one stay.
+    beyond the last step of the later one stay. `on_restart` is about attempts that begin at
+    step 0 or 1 again.
     """
 
     on_overlap: OnOverlap = "last"
     keep_tail: bool = False
+    on_restart: OnRestart = "ask"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +79,12 @@ def align(
 
     Raises:
         OverlapRefused: attempts overlap and the policy is "error".
+        RestartRefused: a later attempt begins at the beginning, and nobody said what that means.
     """
     skips = [skip for attempt in attempts for _, r in attempt.readings for skip in r.skips]
     rows = _gather(attempts, precisions)
+    if policy.on_overlap == "last" and policy.on_restart == "ask":
+        _refuse_restart(rows, attempts)
     kept, superseded = _select(rows, policy)
     table, conflicts, count = _merge(rows, kept, first_wins=policy.on_overlap == "first")
     if policy.on_overlap == "both":
@@ -132,6 +140,27 @@ def _gather(attempts: Sequence[AttemptReading], precisions: Mapping[str, int]) -
         np.repeat(np.arange(len(tables)), [t.num_rows for t in tables]),
         np.concatenate(slack),
     )
+
+
+# -- starting over -------------------------------------------------------------------------
+
+
+def _refuse_restart(rows: _Rows, attempts: Sequence[AttemptReading]) -> None:
+    """A job that counts from 0 again may continue the one before it, or replace it."""
+    reached = _LATEST_START
+    for session in range(len(attempts)):
+        trained = rows.steps[(rows.sessions == session) & rows.training]
+        if len(trained) and trained.min() <= _LATEST_START < reached:
+            place = attempts[session].readings[0][0].place
+            raise RestartRefused(
+                f"starts again at step {trained.min()} although an earlier attempt of this run "
+                f"reached step {reached}",
+                place=place,
+                hint=f"If it continues: --offset {quoted(f'{place}={reached}')}; if it replaces "
+                "what was before: --on-restart replace; if it is another run: --no-merge, or "
+                "--run NAME=GLOB",
+            )
+        reached = max(reached, int(trained.max()) if len(trained) else 0)
 
 
 # -- superseding ---------------------------------------------------------------------------

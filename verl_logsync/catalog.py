@@ -17,6 +17,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Final, Literal
 
+from verl_logsync.attach import adopted, attach
 from verl_logsync.discover import Found
 from verl_logsync.fingerprint import Essentials, digest, disagreements
 from verl_logsync.model import (
@@ -39,13 +40,21 @@ _ROTATED: Final = re.compile(r"\.jsonl\.(\d+)$")
 NO_PROJECT: Final = "uncategorized"
 
 
+Merge = Literal["auto", "always", "never"]
+
+
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """What the user said about grouping. `mapping` holds (run name, shell pattern) pairs."""
+    """What the user said about grouping.
+
+    `mapping` holds (run name, shell pattern) pairs. `merge` says whether starts of one name are
+    attempts of one run: where configs agree and steps meet, always, or never.
+    """
 
     entity: str = ""
     project: str = ""
     mapping: tuple[tuple[str, str], ...] = ()
+    merge: Merge = "auto"
 
 
 @dataclass(slots=True)
@@ -99,11 +108,16 @@ def catalog(found: Found, grouping: Grouping) -> Catalog:
     history, copies = _without_copies([f for f in found.files if f.role == "history"])
     history, fragments = _without_own_fragments(history)
     configs = [f for f in found.files if f.role == "config"]
+    belongings = [f for f in found.files if f.role in ("rollouts", "checkpoint")]
+    history = adopted(history, configs)
     given, rest = _split_given(history, grouping)
     chains = list(given)
     for (project, name), files in sorted(_by_name(rest).items()):
-        chains.extend(_chains_of_name(project, name, files, configs))
-    runs = told_apart([_run(chain, configs, grouping) for chain in chains])
+        chains.extend(_chains_of_name(project, name, files, configs, grouping.merge))
+    runs, ownerless = attach(
+        [_run(chain, configs, grouping) for chain in chains], belongings, grouping.mapping, matches
+    )
+    runs = told_apart(runs)
     runs = _with_hints(_explained(runs))
     used = {config.place for run in runs for config in run.configs}
     lonely = [_config_only(config) for config in configs if config.place not in used]
@@ -115,9 +129,9 @@ def catalog(found: Found, grouping: Grouping) -> Catalog:
             "See the paths with: verl-logsync scan",
         )
         for name, pattern in grouping.mapping
-        if not any(_matches(file.path, pattern) for file in history)
+        if not any(matches(file.path, pattern) for file in (*history, *belongings))
     ]
-    skips = (*found.skips, *copies, *fragments, *lonely, *unmatched)
+    skips = (*found.skips, *copies, *fragments, *ownerless, *lonely, *unmatched)
     return Catalog(tuple(runs), tuple(sorted(skips, key=lambda skip: skip.place)))
 
 
@@ -201,7 +215,7 @@ def _split_given(
     chains: dict[str, _Chain] = {}
     rest: list[LogFile] = []
     for file in files:
-        name = next((n for n, pattern in grouping.mapping if _matches(file.path, pattern)), None)
+        name = next((n for n, pattern in grouping.mapping if matches(file.path, pattern)), None)
         if name is None:
             rest.append(file)
             continue
@@ -212,7 +226,8 @@ def _split_given(
     return list(chains.values()), rest
 
 
-def _matches(path: Path, pattern: str) -> bool:
+def matches(path: Path, pattern: str) -> bool:
+    """Whether a path, its name or a folder above it is what a shell pattern means."""
     places = {str(path), str(path.absolute()), path.name, *map(str, path.parents)}
     return pattern in places or any(fnmatch(place, pattern) for place in places)
 
@@ -231,7 +246,11 @@ def _by_name(files: Sequence[LogFile]) -> dict[tuple[str, str], list[LogFile]]:
 
 
 def _chains_of_name(
-    project: str, name: str, files: Sequence[LogFile], configs: Sequence[LogFile]
+    project: str,
+    name: str,
+    files: Sequence[LogFile],
+    configs: Sequence[LogFile],
+    merge: Merge,
 ) -> list[_Chain]:
     """The runs of one project and name: first those with ids, then the files without."""
     chains: list[_Chain] = []
@@ -239,12 +258,12 @@ def _chains_of_name(
         chain = _Chain(project, name, list(same_id))
         for file in same_id:
             chain.config = {**file.facts.config, **chain.config}
-        _join(chains, chain)
+        _join(chains, chain, merge)
     for file in sorted((f for f in files if not f.facts.run_id), key=_content_order):
         nearest = _nearest_config(file, _named_for(file, configs, project, name))
         config = dict(nearest.facts.config) if nearest else {}
         full_project = nearest.facts.project if nearest else project
-        _join(chains, _Chain(full_project, name, [file], config))
+        _join(chains, _Chain(full_project, name, [file], config), merge)
     return chains
 
 
@@ -257,15 +276,9 @@ def _by_id(files: Iterable[LogFile]) -> list[list[LogFile]]:
     return list(groups.values())
 
 
-def _join(chains: list[_Chain], newcomer: _Chain) -> None:
+def _join(chains: list[_Chain], newcomer: _Chain, merge: Merge) -> None:
     """Add files to the run that they belong to, or as a run of their own."""
-    fitting = [
-        chain
-        for chain in chains
-        if not disagreements(chain.config, newcomer.config)
-        and (_is_other_source(chain, newcomer) or _continues(chain, newcomer))
-        and _may_follow(chain, newcomer)
-    ]
+    fitting = [chain for chain in chains if _fits(chain, newcomer, merge)]
     if not fitting:
         chains.append(newcomer)
         return
@@ -273,6 +286,16 @@ def _join(chains: list[_Chain], newcomer: _Chain) -> None:
     chain = max(fitting, key=lambda c: (bool(_folders(c) & _folders(newcomer)), chains.index(c)))
     chain.files.extend(newcomer.files)
     chain.config = {**newcomer.config, **chain.config}
+
+
+def _fits(chain: _Chain, newcomer: _Chain, merge: Merge) -> bool:
+    if merge == "always":
+        return True
+    if disagreements(chain.config, newcomer.config):
+        return False
+    other_source = _is_other_source(chain, newcomer)
+    continues = merge == "auto" and _continues(chain, newcomer)
+    return (other_source or continues) and _may_follow(chain, newcomer)
 
 
 def _folders(chain: _Chain) -> set[Path]:
@@ -291,13 +314,18 @@ def _may_follow(chain: _Chain, newcomer: _Chain) -> bool:
 
 def _is_other_source(chain: _Chain, newcomer: _Chain) -> bool:
     """Whether the newcomer is a log of another format of the same training job."""
-    if {f.source for f in chain.files} & {f.source for f in newcomer.files}:
+    if {_log(f) for f in chain.files} & {_log(f) for f in newcomer.files}:
         return False
     if chain.first is None or newcomer.first is None:
         return True
     return (chain.starts_over and newcomer.starts_over) or any(
         _starts_with(f, newcomer.first) for f in chain.files
     )
+
+
+def _log(file: LogFile) -> tuple[str, int | None]:
+    """One job writes one log of a format, or one a rank."""
+    return file.source, file.facts.rank
 
 
 def _starts_with(file: LogFile, step: int) -> bool:
@@ -361,14 +389,14 @@ def _content_order(file: LogFile) -> tuple[int, bool, float, str]:
 
 
 def _attempts(files: Sequence[LogFile]) -> tuple[Attempt, ...]:
-    by_source: dict[str, list[LogFile]] = {}
+    logs: dict[tuple[str, int], list[LogFile]] = {}
     for file in files:
-        by_source.setdefault(file.source, []).append(file)
+        logs.setdefault((file.source, file.facts.rank or 0), []).append(file)
     # The format that recorded its starts leads; the others join the attempts it knows.
-    lead = max(by_source, key=lambda name: (_recorded(by_source[name]), len(by_source[name]), name))
-    groups = [[file] for file in _ordered(by_source.pop(lead))]
-    for name in sorted(by_source):
-        for file in _ordered(by_source[name]):
+    lead = max(logs, key=lambda log: (_recorded(logs[log]), len(logs[log]), log))
+    groups = [[file] for file in _ordered(logs.pop(lead))]
+    for log in sorted(logs):
+        for file in _ordered(logs[log]):
             _join_attempt(groups, file)
     return tuple(_attempt(group, groups) for group in groups)
 
@@ -391,7 +419,7 @@ def _join_attempt(groups: list[list[LogFile]], file: LogFile) -> None:
             or known == first
             or (_starts_over(group[0]) and _starts_over(file))
         )
-        if together and all(other.source != file.source for other in group):
+        if together and all(_log(other) != _log(file) for other in group):
             group.append(file)
             return
     later = [i for i, group in enumerate(groups) if (group[0].facts.first_step or 0) > (first or 0)]
@@ -444,7 +472,7 @@ def _run(chain: _Chain, configs: Sequence[LogFile], grouping: Grouping) -> RunSo
         "offline run" if chain.run_id else "derived",
         attempts,
         tuple(own),
-        tuple(notes),
+        notes=tuple(notes),
     )
 
 
@@ -498,7 +526,8 @@ def _why_apart(run: RunSources, others: Sequence[RunSources]) -> str:
     ids = ", ".join(sorted(other.target.run_id for other in others))
     keys = sorted({key for o in others for key in disagreements(_config_of(run), _config_of(o))})
     if keys:
-        why = f"the configs differ in {', '.join(keys[:5])}{', ...' if len(keys) > 5 else ''}"
+        more = ", ..." if len(keys) > 5 else ""
+        why = f"the configs differ in {', '.join(keys[:5])}{more} (--merge makes them one run)"
     elif _begins(run) and any(map(_begins, others)):
         why = "both start at the beginning"
     else:

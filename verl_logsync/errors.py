@@ -7,7 +7,8 @@
     ├── InputError                  exit 3   one input cannot be used; the others go on
     │   ├── UnreadableInput                  permission, I/O error, vanished file
     │   ├── NotALog                          the file is not what its name says
-    │   └── OverlapRefused                   attempts overlap and --on-overlap is "error"
+    │   ├── OverlapRefused                   attempts overlap and --on-overlap is "error"
+    │   └── RestartRefused                   an attempt begins at step 0 again: which way is meant?
     ├── RefusedByServer             exit 3   the server answered, and will not take this run
     │   └── RunDeleted                       its run id was deleted on the server
     ├── AuthError                   exit 5   no key, a wrong key, or no permission
@@ -86,6 +87,10 @@ class NotALog(InputError):
 
 class OverlapRefused(InputError):
     """Attempts overlap and the policy is to refuse that."""
+
+
+class RestartRefused(InputError):
+    """An attempt begins at the beginning again; it may continue, replace, or be another run."""
 
 
 class RefusedByServer(LogsyncError):

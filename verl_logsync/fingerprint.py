@@ -32,6 +32,10 @@ _FILLED_IN_OR_NAMES: Final = frozenset(
 
 Essentials = Mapping[str, str]
 
+#: Keys below `trainer` that name the folders of rollout dumps and of checkpoints.
+DUMP_FOLDERS: Final = ("rollout_data_dir", "validation_data_dir")
+CHECKPOINT_FOLDER: Final = "default_local_dir"
+
 
 def essentials(config: Mapping[str, Any]) -> dict[str, str]:
     """Dotted key -> JSON text of everything in a config that identifies the training."""
@@ -50,6 +54,17 @@ def _walk(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
             yield from _walk(value, f"{dotted}.")
         elif not _is_unresolved(value):
             yield dotted, to_json(value)
+
+
+def data_folders(config: Mapping[str, Any]) -> dict[str, str]:
+    """The folders that verl's trainer writes dumps and checkpoints to, by their config key."""
+    trainer = config.get("trainer")
+    named = trainer if isinstance(trainer, Mapping) else {}
+    return {
+        key: str(named[key])
+        for key in (*DUMP_FOLDERS, CHECKPOINT_FOLDER)
+        if isinstance(named.get(key), str) and "${" not in named[key]
+    }
 
 
 def _is_unresolved(value: object) -> bool:

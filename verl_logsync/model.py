@@ -64,6 +64,7 @@ class SkipReason(Enum):
     HELD = "kept as it is on the server"
     FILE_GONE = "file is gone"
     NO_MATCH = "no match"
+    NO_OWNER = "belongs to no run"
     FAILED = "failed"
 
 
@@ -77,6 +78,7 @@ HARMLESS = frozenset(
         SkipReason.UNKNOWN_KIND,
         SkipReason.HELD,
         SkipReason.FILE_GONE,
+        SkipReason.NO_OWNER,
     }
 )
 
@@ -113,7 +115,8 @@ class Facts:
     `head_digest` identifies the first record and `training_digest` the first record of a
     training step: two starts of a job may have the first validation in common. `carries` are
     the digests of the logs that a fragment of our own was made from. `rank` is None for logs
-    that one process writes for all; `attempt_id` is what all ranks of one start recorded.
+    that one process writes for all; `attempt_id` is what all ranks of one start recorded. `dirs`
+    are the folders that the config names for dumps and checkpoints, as written there.
     """
 
     entity: str = ""
@@ -132,6 +135,7 @@ class Facts:
     world_size: int | None = None
     attempt_id: str = ""
     host: str = ""
+    dirs: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,9 +224,11 @@ class RunSources:
     target: Target
     name: str
     fingerprint: str
-    id_from: Literal["offline run", "derived", "bound"]
+    id_from: Literal["offline run", "checkpoint", "derived", "bound"]
     attempts: tuple[Attempt, ...]
     configs: tuple[LogFile, ...] = ()
+    rollouts: tuple[LogFile, ...] = ()
+    checkpoints: tuple[LogFile, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -241,7 +247,8 @@ class RunSources:
 
     @property
     def files(self) -> tuple[LogFile, ...]:
-        return tuple(f for attempt in self.attempts for f in attempt.files) + self.configs
+        logs = tuple(f for attempt in self.attempts for f in attempt.files)
+        return logs + self.configs + self.rollouts
 
     @property
     def changed_at(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
@@ -16,6 +16,8 @@ VerifyLevel = Literal["counts", "full", "none"]
 OnOverlap = Literal["last", "first", "both", "error"]
 OnRewrite = Literal["rewind", "keep"]
 Runtime = Literal["active", "wall"]
+Merge = Literal["auto", "always", "never"]
+OnRestart = Literal["ask", "replace"]
 
 #: Read from the current folder when it exists and no other is named.
 CONFIG_NAME: Final = "verl-logsync.toml"
@@ -26,6 +28,8 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "on_overlap": get_args(OnOverlap),
     "on_rewrite": get_args(OnRewrite),
     "runtime": get_args(Runtime),
+    "merge": get_args(Merge),
+    "on_restart": get_args(OnRestart),
 }
 # W&B's own variables that mean the same; ours are read after them and win.
 _WANDB_MODES: Final = {
@@ -49,7 +53,8 @@ class Settings:
     """Everything that can be set. Times are in seconds.
 
     `runs` holds (name, shell pattern) pairs: files that match belong to that run, whatever
-    they say themselves; a name may be `PROJECT/NAME`.
+    they say themselves; a name may be `PROJECT/NAME`. `offsets` holds (shell pattern, steps)
+    pairs: so much is added to every step of the files that match.
     """
 
     entity: str = ""
@@ -69,6 +74,9 @@ class Settings:
     final: bool = False
     timeout: float = 3600.0
     runs: tuple[tuple[str, str], ...] = ()
+    merge: Merge = "auto"
+    offsets: tuple[tuple[str, int], ...] = ()
+    on_restart: OnRestart = "ask"
 
     @property
     def state_folder(self) -> Path:
@@ -78,7 +86,10 @@ class Settings:
     def decisive(self) -> str:
         """The settings that decide what is sent, as text: another choice makes work again."""
         return repr(
-            (self.on_overlap, self.keep_tail, self.on_rewrite, self.runtime, self.final, self.runs)
+            (
+                *(self.on_overlap, self.keep_tail, self.on_rewrite, self.on_restart, self.runtime),
+                *(self.final, self.runs, self.merge, self.offsets),
+            )
         )
 
 
@@ -152,17 +163,23 @@ def _from_toml(path: Path) -> dict[str, Any]:
         raise UsageError(f"cannot be read: {error.strerror}", place=str(path)) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"is not TOML: {error}", place=str(path)) from error
-    runs = values.pop("runs", {})
-    if not isinstance(runs, dict):
-        raise UsageError("[runs] must hold NAME = PATTERN lines", place=str(path))
+    runs, offsets = values.pop("runs", {}), values.pop("offsets", {})
+    if not isinstance(runs, dict) or not isinstance(offsets, dict):
+        raise UsageError(
+            "[runs] must hold NAME = PATTERN lines, [offsets] PATTERN = STEPS lines",
+            place=str(path),
+        )
     pairs = [
         (name, pattern)
         for name, patterns in runs.items()
         for pattern in (patterns if isinstance(patterns, list) else [patterns])
     ]
-    return {key.replace("-", "_"): value for key, value in values.items()} | (
-        {"runs": tuple((str(n), str(p)) for n, p in pairs)} if pairs else {}
-    )
+    found = {key.replace("-", "_"): value for key, value in values.items()}
+    if pairs:
+        found["runs"] = tuple((str(n), str(p)) for n, p in pairs)
+    if offsets:
+        found["offsets"] = tuple(parse_offset(f"{p}={n}") for p, n in offsets.items())
+    return found
 
 
 def _from_environment() -> dict[str, Any]:
@@ -174,11 +191,10 @@ def _from_environment() -> dict[str, Any]:
         found["mode"] = _WANDB_MODES[mode]
     for field in fields(Settings):
         value = os.environ.get(variable(field.name))
-        if value and field.name != "runs":
+        if value and field.name in _LISTS:
+            found[field.name] = tuple(map(_LISTS[field.name], value.split(os.pathsep)))
+        elif value:
             found[field.name] = value
-    runs = os.environ.get(variable("runs"))
-    if runs:
-        found["runs"] = tuple(parse_run(text) for text in runs.split(os.pathsep))
     return found
 
 
@@ -200,3 +216,28 @@ def parse_run(text: str) -> tuple[str, str]:
             hint="For example: --run 'grpo/qwen=outputs/*/qwen*.jsonl'",
         )
     return name, pattern
+
+
+def parse_offset(text: str) -> tuple[str, int]:
+    """`GLOB=STEPS` as a pair.
+
+    Raises:
+        UsageError: it is not of that form.
+    """
+    pattern, equals, steps = text.rpartition("=")
+    try:
+        if equals and pattern:
+            return pattern, int(steps)
+    except ValueError:
+        pass
+    raise UsageError(
+        f"--offset needs GLOB=STEPS, not {text!r}",
+        hint="For example: --offset 'outputs/second/*.jsonl=300'",
+    )
+
+
+#: Settings that are lists, and how one item is read.
+_LISTS: Final[Mapping[str, Callable[[str], tuple[str, str | int]]]] = {
+    "runs": parse_run,
+    "offsets": parse_offset,
+}

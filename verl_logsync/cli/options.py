@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from verl_logsync.settings import Settings, load_settings, parse_run
+from verl_logsync.settings import Settings, load_settings, parse_offset, parse_run
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -46,6 +46,26 @@ def grouping_options(function: _F) -> _F:
             metavar="NAME=GLOB",
             help="Files that belong to one run, whatever they say; may be repeated.",
         ),
+        click.option(
+            "--merge/--no-merge",
+            "merge",
+            default=None,
+            help="Starts of one project and name are always, or never, attempts of one run "
+            "(default: where configs agree and steps meet).",
+        ),
+        click.option(
+            "--offset",
+            "offsets",
+            multiple=True,
+            metavar="GLOB=STEPS",
+            help="Add so much to the steps of files that counted from 0 again; may be repeated.",
+        ),
+        click.option(
+            "--on-restart",
+            type=click.Choice(["ask", "replace"]),
+            help="When a later attempt of a run begins at step 0 again: leave the run out and name "
+            "the choices, or let it replace the earlier one (default: ask).",
+        ),
         click.option("--project", help="W&B project (default: as the logs say)."),
         click.option("--entity", help="W&B entity (default: as the logs say, else the key's)."),
     ):
@@ -56,6 +76,11 @@ def grouping_options(function: _F) -> _F:
 def settings_from(options: dict[str, Any]) -> Settings:
     """The settings of a command from its options and everywhere else."""
     config = options.pop("config", None)
-    runs = options.pop("runs", ())
-    given = {**options, "runs": tuple(parse_run(text) for text in runs)}
+    merge = options.pop("merge", None)
+    given = {
+        **options,
+        "runs": tuple(map(parse_run, options.pop("runs", ()))),
+        "offsets": tuple(map(parse_offset, options.pop("offsets", ()))),
+        "merge": None if merge is None else "always" if merge else "never",
+    }
     return load_settings(given, config)

@@ -22,7 +22,7 @@ from verl_logsync.ledger import LedgerRun, RememberedFiles
 from verl_logsync.model import Action, Catalog, Outcome, Report, RunSources
 from verl_logsync.pipeline.delivering import carry_out
 from verl_logsync.pipeline.engine import Engine, Progress, failed_outcome, no_progress, sends
-from verl_logsync.pipeline.loading import Loaded, load, load_or_error
+from verl_logsync.pipeline.loading import Loaded, load, load_or_error, with_offset
 from verl_logsync.pipeline.preparing import outcome_of, prepare_batch, readiness_of
 
 __all__ = [
@@ -55,7 +55,10 @@ def survey(engine: Engine, paths: Sequence[Path]) -> Catalog:
         reached = tuple((path, recall.with_memory(path, file)) for path, file in found.reached)
         found = replace(found, files=tuple(file for _, file in reached), reached=reached)
         ledger.remember_files(reached)
-    runs = catalog(found, Grouping(settings.entity, settings.project, settings.runs))
+    found = replace(found, files=tuple(with_offset(file, settings) for file in found.files))
+    runs = catalog(
+        found, Grouping(settings.entity, settings.project, settings.runs, settings.merge)
+    )
     known = ledger.bindings() if ledger is not None else []
     return replace(runs, runs=tuple(told_apart([bind(run, known) for run in runs.runs])))
 

@@ -10,9 +10,11 @@ from typing import Final
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from verl_logsync.align import Policy, align
 from verl_logsync.assemble import Surroundings, assemble
+from verl_logsync.catalog import matches
 from verl_logsync.clock import set_clocks
 from verl_logsync.columns import AXES, STEP, TableBuilder
 from verl_logsync.discover import discover, stamp_of
@@ -34,6 +36,7 @@ from verl_logsync.model import (
 )
 from verl_logsync.pipeline.engine import Engine, attempted
 from verl_logsync.sessions import sort_out
+from verl_logsync.settings import Settings
 from verl_logsync.verl_keys import training_rows
 
 #: The source that rows read back from a server are said to come from.
@@ -75,7 +78,7 @@ def load(
     history, account = align(
         clocked.attempts,
         precisions,
-        Policy(settings.on_overlap, settings.keep_tail),
+        Policy(settings.on_overlap, settings.keep_tail, settings.on_restart),
         clocked.clock,
     )
     around = assemble(attempts[len(stored) :], configs)
@@ -102,7 +105,7 @@ def _read(engine: Engine, file: LogFile) -> Reading:
     and must not be taken for the one that was found.
     """
     source = engine.by_name[file.source]
-    reading = source.read(file)
+    reading = _shifted(source.read(file), offset_of(file.path, engine.settings))
     if stamp_of(file.path) == file.stamp:
         return reading
     now = discover([file.path], [source]).files
@@ -111,6 +114,28 @@ def _read(engine: Engine, file: LogFile) -> Reading:
             "was replaced while it was read", place=file.place, hint="The next upload takes it"
         )
     return reading
+
+
+def offset_of(path: Path, settings: Settings) -> int:
+    """What the user adds to the steps of a file."""
+    return next((steps for pattern, steps in settings.offsets if matches(path, pattern)), 0)
+
+
+def with_offset(file: LogFile, settings: Settings) -> LogFile:
+    """A file with the steps that it has in its run."""
+    offset, facts = offset_of(file.path, settings), file.facts
+    if not offset or facts.first_step is None:
+        return file
+    last = facts.last_step + offset if facts.last_step is not None else None
+    return replace(file, facts=replace(facts, first_step=facts.first_step + offset, last_step=last))
+
+
+def _shifted(reading: Reading, offset: int) -> Reading:
+    if not offset:
+        return reading
+    steps = pc.add(reading.rows.column(STEP), offset)
+    index = reading.rows.schema.get_field_index(STEP)
+    return replace(reading, rows=reading.rows.set_column(index, STEP, steps))
 
 
 def _is_replaced(known: LogFile, now: LogFile) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from verl_logsync.columns import STEP
 from verl_logsync.errors import NotALog, UnreadableInput, quoted
-from verl_logsync.fingerprint import essentials
+from verl_logsync.fingerprint import data_folders, essentials
 from verl_logsync.interfaces import Candidate
 from verl_logsync.model import Facts, LogFile, Reading, Skip, SkipReason
 
@@ -54,6 +54,7 @@ class Hydra:
             project=_text(names.get("project_name")),
             name=_text(names.get("experiment_name")),
             config=essentials(config),
+            dirs=data_folders(config),
             started_at=_started_at(path),
         )
         return LogFile(path, self.name, candidate.stamp, facts, role="config")

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from verl_logsync.columns import RUNTIME, STEP, TIMESTAMP, TableBuilder
 from verl_logsync.errors import LogsyncError, NotALog, UnreadableInput, quoted
-from verl_logsync.fingerprint import essentials
+from verl_logsync.fingerprint import data_folders, essentials
 from verl_logsync.interfaces import Candidate
 from verl_logsync.model import (
     MARKER_KEY,
@@ -170,6 +170,7 @@ def _facts_of_run(record: Any, known: Facts) -> Facts:
         run_id=usable_run_id(run.run_id) or known.run_id,
         started_at=started if started is not None else known.started_at,
         config=essentials(config),
+        dirs=data_folders(config),
         carries=_carried(config.get(MARKER_KEY)),
     )
 

@@ -1,0 +1,155 @@
+"""Whose is it? Logs without a name, rollout dumps and checkpoints find the run they belong to.
+
+By the first of these that applies: the user's mapping, the folders that a run's config names, the
+experiment's name in the path, the only run that lies nearest. What fits several runs equally well
+belongs to none, and that is said.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import TypeVar
+
+from verl_logsync.errors import quoted
+from verl_logsync.fingerprint import CHECKPOINT_FOLDER, DUMP_FOLDERS
+from verl_logsync.model import LogFile, RunSources, Skip, SkipReason
+
+_T = TypeVar("_T")
+
+Matches = Callable[[Path, str], bool]
+
+
+# -- logs without a name -------------------------------------------------------------------
+
+
+def adopted(files: Sequence[LogFile], configs: Sequence[LogFile]) -> list[LogFile]:
+    """Give logs that name no experiment the names of the only one that lies nearest."""
+    named = [f for f in (*files, *configs) if f.facts.name]
+    return [
+        _adopt(file, named) if not (file.facts.name or file.facts.run_id) else file
+        for file in files
+    ]
+
+
+def _adopt(file: LogFile, named: Sequence[LogFile]) -> LogFile:
+    nearest = _nearest(file.path, named, lambda other: other.path)
+    names = {(other.facts.project, other.facts.name) for other in nearest}
+    history = [other for other in nearest if other.role == "history"]
+    if len(names) != 1 or not all(_may_be_one(file, other) for other in history):
+        return file
+    project, name = names.pop()
+    return replace(file, facts=replace(file.facts, project=project, name=name))
+
+
+def _may_be_one(one: LogFile, other: LogFile) -> bool:
+    """Whether the steps of two logs meet."""
+    spans = [(f.facts.first_step, f.facts.last_step) for f in (one, other)]
+    (first, last), (first_other, last_other) = spans
+    if None in (first, last, first_other, last_other):
+        return True
+    assert first is not None and last is not None  # noqa: PT018 - for the type checker
+    assert first_other is not None and last_other is not None  # noqa: PT018
+    return first <= last_other + 1 and first_other <= last + 1
+
+
+def _nearest(path: Path, things: Iterable[_T], place: Callable[[_T], Path]) -> list[_T]:
+    """Those that share the deepest folder with a path."""
+    best, found = 0, []
+    here = path.absolute()
+    for thing in things:
+        depth = len(Path(os.path.commonpath([here.parent, place(thing).absolute().parent])).parts)
+        if depth > best:
+            best, found = depth, [thing]
+        elif depth == best:
+            found.append(thing)
+    return found
+
+
+# -- rollout dumps and checkpoints -----------------------------------------------------------
+
+
+def attach(
+    runs: Sequence[RunSources],
+    belongings: Sequence[LogFile],
+    mapping: Sequence[tuple[str, str]],
+    matches: Matches,
+) -> tuple[list[RunSources], list[Skip]]:
+    """Give runs their rollout dumps and checkpoints; and what belongs to none.
+
+    Args:
+        belongings: files of the roles "rollouts" and "checkpoint".
+        mapping: the user's (run name, shell pattern) pairs.
+        matches: whether a path matches a pattern.
+    """
+    owned: dict[int, list[LogFile]] = {}
+    skips: list[Skip] = []
+    for file in belongings:
+        owners = _owners(runs, file, mapping, matches)
+        if len(owners) == 1:
+            owned.setdefault(owners[0], []).append(file)
+        else:
+            skips.append(_ownerless(file, [runs[i].name for i in owners]))
+    return [_with(run, owned.get(index, ())) for index, run in enumerate(runs)], skips
+
+
+def _owners(
+    runs: Sequence[RunSources],
+    file: LogFile,
+    mapping: Sequence[tuple[str, str]],
+    matches: Matches,
+) -> list[int]:
+    every = list(range(len(runs)))
+    given = [name.rpartition("/")[2] for name, pattern in mapping if matches(file.path, pattern)]
+    if given:
+        return [i for i in every if runs[i].name in given]
+    by_id = [i for i in every if file.facts.run_id and runs[i].target.run_id == file.facts.run_id]
+    configured = [i for i in every if _is_configured(runs[i], file)]
+    called = [i for i in every if runs[i].name and runs[i].name in file.path.absolute().parts]
+    for found in (by_id, configured, called):
+        if found:
+            return _nearest_runs(runs, found, file) if len(found) > 1 else found
+    return _nearest_runs(runs, every, file) if file.role == "rollouts" else []
+
+
+def _is_configured(run: RunSources, file: LogFile) -> bool:
+    keys = DUMP_FOLDERS if file.role == "rollouts" else (CHECKPOINT_FOLDER,)
+    folders = [f.facts.dirs[key] for f in run.files for key in keys if key in f.facts.dirs]
+    return any(_is_same_folder(folder, file.path) for folder in folders)
+
+
+def _is_same_folder(configured: str, path: Path) -> bool:
+    """Whether a path may be the folder of a config that was written on another machine."""
+    parts = [part for part in PurePosixPath(configured).parts if part not in ("/", ".", "..")]
+    ours = path.absolute().parts
+    if not parts:
+        return False
+    # Two parts, where there are two: everybody's last part is `rollouts`.
+    count = min(len(parts), 2)
+    return tuple(parts[-count:]) == ours[-count:]
+
+
+def _nearest_runs(runs: Sequence[RunSources], among: Sequence[int], file: LogFile) -> list[int]:
+    pairs = [(index, f.path) for index in among for f in runs[index].files]
+    nearest = {index for index, _ in _nearest(file.path, pairs, lambda pair: pair[1])}
+    return sorted(nearest)
+
+
+def _with(run: RunSources, files: Sequence[LogFile]) -> RunSources:
+    dumps = tuple(f for f in files if f.role == "rollouts")
+    checkpoints = tuple(f for f in files if f.role == "checkpoint")
+    bound = next((f.facts.run_id for f in checkpoints if f.facts.run_id), "")
+    run = replace(run, rollouts=dumps, checkpoints=checkpoints)
+    if not bound or run.id_from == "offline run":
+        return run
+    return replace(run, target=replace(run.target, run_id=bound), id_from="checkpoint")
+
+
+def _ownerless(file: LogFile, owners: Sequence[str]) -> Skip:
+    what = "rollout dumps" if file.role == "rollouts" else "checkpoints"
+    which = f"of several runs ({', '.join(owners[:5])})" if owners else "of no run that was found"
+    flag = quoted(f"NAME={file.place}")
+    hint = f"Say whose they are: --run {flag}"
+    return Skip(SkipReason.NO_OWNER, file.place, f"{what} {which}", hint)
