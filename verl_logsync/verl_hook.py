@@ -1,8 +1,9 @@
 """Gives every `Tracking` of verl a step log, without a change to verl or to the trainer.
 
 Set `VERL_USE_EXTERNAL_MODULES=verl_logsync.verl_hook` in the environment of the job: verl
-imports the modules named there (seen in 0.6.1 and 0.9.1, not in 0.4.1). With any verl `import verl_logsync.verl_hook`
-does the same, wherever it stands: in the reward function's file, or in a `sitecustomize.py`.
+imports the modules named there (seen in 0.6.1 and 0.9.1, not in 0.4.1). With any verl
+`import verl_logsync.verl_hook` does the same, wherever it stands: in the reward function's file,
+or in a `sitecustomize.py`.
 
 verl itself is never imported from here; `Tracking` is prepared when the trainer imports it.
 """
