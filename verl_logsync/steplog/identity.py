@@ -56,7 +56,8 @@ def find_start(given: str | None = None, env: Mapping[str, str] = os.environ) ->
     """The attempt: as given, else from the launcher, else made of start time, host and pid."""
     now, mono = time.time(), time.monotonic()
     shared = given or env.get("VERL_LOGSYNC_ATTEMPT") or _launched(env)
-    made = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime(now))}-{host_name()}-{os.getpid()}"
+    second = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now))
+    made = f"{second}-{host_name()}-{os.getpid()}-{os.urandom(2).hex()}"
     return Start(shared or made, bool(shared), now, mono)
 
 

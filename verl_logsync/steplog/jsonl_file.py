@@ -39,6 +39,8 @@ class Store(Protocol):
 
     #: How often the system did not force the file to the disk when asked.
     unsynced: int
+    #: What went wrong without a loss; to be said once.
+    trouble: str
 
     @property
     def path(self) -> str:
@@ -92,6 +94,7 @@ class JsonlFile:
         self._first_step: int | None = None
         self._synced = time.monotonic()
         self.unsynced = 0
+        self.trouble = ""
 
     @property
     def path(self) -> str:
@@ -240,7 +243,8 @@ class JsonlFile:
             if place.exists():
                 return
             descriptor, size = self._make_next(made, sealed)
-        except OSError:
+        except OSError as error:
+            self.trouble = f"no new file could be begun: {error.strerror or error}"
             with contextlib.suppress(OSError):
                 made.unlink(missing_ok=True)
             return

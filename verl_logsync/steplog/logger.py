@@ -207,31 +207,55 @@ class StepLogger:
         now, mono = time.time(), time.monotonic()
         number = _as_step(step)
         if number is None:
-            self._count_dropped("no usable step", f"step {step!r:.40} is no step")
+            kind = type(step).__name__
+            self._count_dropped("no usable step", f"a {kind} that is no step was given as step")
             return
-        if histograms or tables or texts:
-            data = self._gathered(data, histograms, tables, texts)
-        if not isinstance(data, Mapping):
-            self._count_dropped("no mapping", f"data of type {type(data).__name__} is no mapping")
+        try:
+            text = self._encoded(data, histograms, tables, texts)
+        except Exception as error:  # noqa: BLE001 - a mapping may raise anything, see `values.encode`
+            reason = f"data: {type(error).__name__}"
+            self._count_dropped(reason, f"a record of step {number} is lost: {error!r:.200}")
             return
-        text, left_out = encode(data)
-        if left_out:
-            self._count_left_out(left_out)
         line = b'{"step":%d,"time":%r,"mono":%r,"data":%b}\n' % (number, now, mono, text)
         self._append(line, number)
 
+    def _encoded(
+        self,
+        data: Mapping[str, Any],
+        histograms: Mapping[str, Any] | None,
+        tables: Mapping[str, Any] | None,
+        texts: Mapping[str, str] | None,
+    ) -> bytes:
+        if not isinstance(data, Mapping):
+            raise TypeError(f"{type(data).__name__} is no mapping")
+        if histograms or tables or texts:
+            data = self._gathered(data, histograms, tables, texts)
+        text, left_out = encode(data)
+        if left_out:
+            self._count_left_out(left_out)
+        return text
+
     def _append(self, line: bytes, step: int) -> None:
         with self._lock:
-            if self._closed or os.getpid() != self._pid:
-                reason = "closed" if self._closed else "forked child"
-            else:
-                try:
-                    self._store.append(line, step)
-                    self._written += 1
-                    return
-                except OSError as error:
-                    reason = f"{error.strerror or error}"
-        self._count_dropped(reason, f"a record of step {step} is lost: {reason}")
+            reason = self._appended(line, step)
+            trouble = self._store.trouble
+        if reason:
+            self._count_dropped(reason, f"a record of step {step} is lost: {reason}")
+        if trouble:
+            self._warn(trouble, trouble)
+
+    def _appended(self, line: bytes, step: int) -> str:
+        """Hand a record over; returns why that is not possible."""
+        if self._closed:
+            return "closed"
+        if os.getpid() != self._pid:
+            return "forked child"
+        try:
+            self._store.append(line, step)
+        except OSError as error:
+            return f"{error.strerror or error}"
+        self._written += 1
+        return ""
 
     def _gathered(
         self,

@@ -81,6 +81,7 @@ class ParquetFile:
         self._flushed = time.monotonic()
         self._first_step: int | None = None
         self.unsynced = 0
+        self.trouble = ""
 
     @property
     def path(self) -> str:
@@ -102,28 +103,32 @@ class ParquetFile:
             self._first_step = step
         late = time.monotonic() - self._flushed >= self._flush_seconds
         if late or len(self._waiting) % self._flush_records == 0:
-            with contextlib.suppress(OSError):  # they wait; if they are lost `close` says it
+            try:
                 self.flush()
+            except OSError as error:  # they wait; if they are lost in the end `close` says it
+                self.trouble = f"records wait to be written: {error.strerror or error}"
 
     def flush(self) -> None:
-        """Write what waits as one row group. Raises OSError; then it goes on waiting."""
+        """Write what waits as a row group (or several, after trouble), or raise OSError."""
         self._flushed = time.monotonic()
         self.begin()
-        if not self._waiting:
-            return
-        if len(self._groups) >= ROW_GROUPS:
-            self._begin_next()
-        self._replace([*self._groups, _table_of(self._waiting)], self._header)
-        self._waiting.clear()
+        while self._waiting:
+            if len(self._groups) >= ROW_GROUPS:
+                self._begin_next()
+            group = _table_of(self._waiting[: self._flush_records])
+            self._replace([*self._groups, group], self._header)
+            del self._waiting[: self._flush_records]
 
     def close(self, end: bytes) -> int:
         """The end is kept in the metadata of the last file."""
-        lost = len(self._waiting)
         try:
-            self.flush()
-            lost = 0
-            header = {**json.loads(self._header), "end": json.loads(end)}
-            self._replace(self._groups, json.dumps(header).encode())
+            with contextlib.suppress(OSError):  # what is lost is counted by the caller
+                self.flush()
+            lost = len(self._waiting)
+            if self._header:
+                header = {**json.loads(self._header), "end": {**json.loads(end), "lost": lost}}
+                with contextlib.suppress(OSError):
+                    self._replace(self._groups, json.dumps(header).encode())
         finally:
             self.forget()
         return lost

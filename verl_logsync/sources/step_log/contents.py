@@ -229,6 +229,7 @@ class Contents:
             self._ending = Ending(code, f"the step log's end, code {code}")
         if type(time) is float:
             self._ended_at = max(self._ended_at or 0.0, time)
+        self._note("the trainer could not write its last records", record.get("lost"))
         for word, what in (("dropped", "records"), ("left_out", "values")):
             losses = record.get(word)
             for reason, count in losses.items() if isinstance(losses, dict) else ():
