@@ -298,12 +298,11 @@ class _Merge:
         if rule == "same":
             return self._first_of(key, having)
         present, numbers = self._matrix(key, having)
-        anywhere = present.any(axis=0)
+        anywhere: _Bools = present.any(axis=0)
         whole = all(pa.types.is_int64(rank.table.column(key).type) for rank in having)
-        if whole and rule != "mean":
-            integers = self._integers(key, having, rule)
-            if integers is not None:
-                return pa.array(integers, mask=~anywhere)
+        integers = self._integers(key, having, rule, anywhere) if whole else None
+        if integers is not None:
+            return pa.array(integers, mask=~anywhere)
         return pa.array(_reduce(rule, present, numbers), mask=~anywhere)
 
     def _matrix(self, key: str, having: Sequence[_Rank]) -> tuple[_Bools, _Floats]:
@@ -316,8 +315,16 @@ class _Merge:
             numbers[index, rows] = as_numbers(column)
         return present, numbers
 
-    def _integers(self, key: str, having: Sequence[_Rank], rule: Rule) -> _Ints | None:
-        """Reduced without leaving the integers; None when a sum might not fit."""
+    def _integers(
+        self, key: str, having: Sequence[_Rank], rule: Rule, anywhere: _Bools
+    ) -> _Ints | None:
+        """Reduced without leaving the integers; None when that is not possible."""
+        if rule == "mean":  # of equal integers it is that integer
+            low = self._integers(key, having, "min", anywhere)
+            high = self._integers(key, having, "max", anywhere)
+            if low is None or high is None:
+                return None
+            return low if np.array_equal(low[anywhere], high[anywhere]) else None
         limits = np.iinfo(np.int64)
         start = {"max": limits.min, "min": limits.max, "sum": 0}[rule]
         values = np.full((len(having), len(self._steps)), start, dtype=np.int64)
