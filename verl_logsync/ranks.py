@@ -298,7 +298,7 @@ class _Merge:
         if rule == "same":
             return self._first_of(key, having)
         present, numbers = self._matrix(key, having)
-        anywhere: _Bools = present.any(axis=0)
+        anywhere: _Bools = np.asarray(present.any(axis=0))
         whole = all(pa.types.is_int64(rank.table.column(key).type) for rank in having)
         integers = self._integers(key, having, rule, anywhere) if whole else None
         if integers is not None:

@@ -252,7 +252,7 @@ def test_a_log_that_begins_with_a_validation_says_so(tmp_path: Path) -> None:
     """After a resume the first record may hold validation results only."""
     for kind in ("jsonl", "parquet"):
         folder = tmp_path / kind
-        with StepLogger("p", "e", directory=folder, format=kind) as logger:  # type: ignore[arg-type]
+        with StepLogger("p", "e", directory=folder, format=kind) as logger:
             logger.log({"val-core/x/acc/mean@1": 0.5}, 20)
             logger.log({"actor/pg_loss": 0.5}, 21)
         ((file,), _) = look(folder)

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 from verl_logsync.errors import LogsyncError, UsageError
-from verl_logsync.secrets_mask import mask_config
 from verl_logsync.steplog.chain import Known
 from verl_logsync.steplog.identity import find_place, find_start, host_name
 from verl_logsync.steplog.jsonl_file import Fsync, JsonlFile, Store
@@ -432,6 +431,8 @@ class StepLogger:
         if len(text) > _LARGEST_CONFIG:
             self._count_left_out({"config: too large": 1})
             return {}
+        from verl_logsync.secrets_mask import mask_config
+
         plain = json.loads(text)
         return mask_config(plain if isinstance(plain, dict) else {"config": plain})
 
