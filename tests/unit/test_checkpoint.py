@@ -101,6 +101,14 @@ def test_logs_beside_checkpoints_are_found(tmp_path: Path) -> None:
     assert {SOURCE.read(f).notes for f in claimed} == {("checkpoints at steps 20, 40; latest 40",)}
 
 
+def test_dumps_beside_checkpoints_are_found(tmp_path: Path) -> None:
+    """A folder beside the checkpoints may hold logs, so that it is looked into."""
+    folder = make(tmp_path / "p/e", 20, latest=20)
+    write_verl_log(folder / "logs" / "metrics.jsonl", [(1, {"a": 0.5})])
+    found = discover([tmp_path], SOURCES)
+    assert sorted(f.source for f in found.files) == ["checkpoint", "checkpoint", "verl_file"]
+
+
 @pytest.mark.parametrize("junk", [b"", b"forty", b"\xff\xfe", b"-1", b"4" * 40, b"40 \n"])
 def test_a_damaged_tracker_does_no_harm(junk: bytes, tmp_path: Path) -> None:
     """Whatever stands in it, the folder is claimed; what is no step is said."""

@@ -96,6 +96,17 @@ def test_nan_of_any_rank_is_nan(rule: Any, others: tuple[float, ...]) -> None:
 
 
 @pytest.mark.parametrize("rule", ["mean", "max", "min", "sum"])
+def test_nan_is_nan_also_where_other_steps_hold_text(rule: Any) -> None:
+    """The same holds for a key that is not a number everywhere."""
+    rules = RankRules(patterns=(("x", rule),))
+    for values in ((NAN, 1.0), (1.0, NAN)):
+        pieces = [piece(r, {1: {"x": v}, 2: {"x": "text"}}) for r, v in enumerate(values)]
+        rows = rows_of(merge_ranks(pieces, rules).reading)
+        assert math.isnan(rows[1]["x"])
+        assert rows[2]["x"] == "text"
+
+
+@pytest.mark.parametrize("rule", ["mean", "max", "min", "sum"])
 def test_null_of_any_rank_is_null(rule: Any) -> None:
     """Null stands for a number that is not known, so that the result is not known either."""
     assert merged(1.0, None, 2.0, rules=RankRules(patterns=(("x", rule),))) is None

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -224,17 +225,42 @@ def test_a_copied_sealed_file_is_a_log_of_its_own(tmp_path: Path) -> None:
     assert steps(SOURCE.read(file))[0] == 0
 
 
-def test_a_strangers_file_of_that_name_is_not_followed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_strangers_file_of_that_name_is_not_followed(number: int, tmp_path: Path) -> None:
     """The files of a log belong together by content: another log's file is not read with it."""
     shutil.copytree(FIXTURES / "rotated", tmp_path / "log")
     folder = tmp_path / "log/grpo_arith/toy"
-    other = write(tmp_path / "other")
-    other.replace(folder / "rank-0000.steps.2.jsonl")
+    other = write(tmp_path / "other", 1)
+    other.replace(folder / f"rank-0000.steps.{number}.jsonl")
     files, _ = look(tmp_path / "log")
-    assert len(files) == 3
+    assert len(files) == (2 if number == 1 else 3)
     for file in files:
         reading = SOURCE.read(file)
         assert reading.rows.num_rows < 20
+        assert ("actor/grad_norm" in reading.rows.column_names) != (reading.rows.num_rows == 1)
+    live = next(file for file in files if file.path.name == "rank-0000.steps.jsonl")
+    assert [skip.reason for skip in SOURCE.read(live).skips] == [SkipReason.FILE_GONE]
+
+
+def test_only_the_last_start_tells_how_it_ended(tmp_path: Path) -> None:
+    """A start that ended well says nothing about the next one, which was killed."""
+    path = write(tmp_path, attempt_id="a")
+    whole = path.read_bytes()
+    assert read(tmp_path).ending is not None
+    write(tmp_path, attempt_id="b")
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join(lines[:-2]) + b"\n")
+    assert path.read_bytes().startswith(whole)
+    assert read(tmp_path).ending is None
+
+
+def test_a_histogram_is_given_in_wandbs_form(tmp_path: Path) -> None:
+    """Numbers that are not finite are in no bin; they are noted, not passed on."""
+    with StepLogger("p", "e", directory=tmp_path) as logger:
+        logger.log({}, 1, histograms={"h": [1.0, float("nan"), float("inf")]})
+    reading = read(tmp_path)
+    assert set(json.loads(reading.rows.column("h")[0].as_py())) == {"_type", "bins", "values"}
+    assert reading.notes == ("histograms of h leave out numbers that are not finite: 2",)
 
 
 def test_a_jump_of_the_clock_is_noted(tmp_path: Path) -> None:
@@ -288,18 +314,34 @@ def test_a_file_that_is_cut_after_it_was_found_is_refused(tmp_path: Path) -> Non
 
 
 def test_a_damaged_row_group_costs_its_rows(tmp_path: Path) -> None:
-    """Damage inside is found by checksums; the other row groups are read."""
-    path = write(tmp_path, 40, format="parquet", flush_records=10)
-    column = pq.read_metadata(path).row_group(1).column(1)
+    """A few wrong bytes in the numbers are found by checksums; the other row groups are read."""
+    rng = np.random.default_rng(0)
+    with StepLogger("p", "e", directory=tmp_path, format="parquet", flush_records=10) as logger:
+        for step in range(40):
+            logger.log({"x": rng.random()}, step)
+    path = Path(logger.path)
+    column = pq.read_metadata(path).row_group(1).column(3)
+    start = column.dictionary_page_offset or column.data_page_offset
+    middle = start + column.total_compressed_size // 2
     data = bytearray(path.read_bytes())
-    middle = column.file_offset or column.data_page_offset + column.total_compressed_size // 2
-    middle = column.data_page_offset + column.total_compressed_size - 5
-    data[middle : middle + 4] = b"\xff\x00\xff\x00"
+    data[middle] ^= 0x55
     path.write_bytes(data)
     reading = read(tmp_path)
-    assert steps(reading) == [*range(1, 11), *range(21, 41)]
+    assert steps(reading) == [*range(10), *range(20, 40)]
     (skip,) = reading.skips
     assert (skip.reason, skip.records) == (SkipReason.CORRUPT, 10)
+
+
+def test_a_footer_that_names_other_columns_is_refused(tmp_path: Path) -> None:
+    """Names and types of the columns are covered by a digest, since nothing else protects them."""
+    path = write(tmp_path, format="parquet")
+    table = pq.read_table(path)
+    metadata = table.schema.metadata
+    names = [name.replace("pg_loss", "pg_lots") for name in table.column_names]
+    pq.write_table(table.rename_columns(names).replace_schema_metadata(metadata), path)
+    files, (skip,) = look(tmp_path)
+    assert files == ()
+    assert skip.reason is SkipReason.NOT_A_LOG
 
 
 def test_other_parquet_files_are_left_alone(tmp_path: Path) -> None:

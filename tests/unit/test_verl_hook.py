@@ -119,6 +119,7 @@ def test_the_variable_gives_every_tracking_a_step_log(
         "import verl_logsync.verl_hook",
         "import verl.utils.tracking, verl_logsync.verl_hook",
         "import verl_logsync.verl_hook as h\n    h.install(); h.install()",
+        "import verl.utils.tracking, verl_logsync.verl_hook as h\n    h.install()",
     ],
 )
 def test_importing_the_hook_is_enough(order: str, tmp_path: Path) -> None:
