@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks import bench_a, bench_b, bench_c, bench_d
+from benchmarks import bench_a, bench_b, bench_c, bench_d, bench_steplog
 from benchmarks.measure import Line, Session
 
 BENCHES: dict[str, Callable[[Session], list[Line]]] = {
@@ -21,13 +21,14 @@ BENCHES: dict[str, Callable[[Session], list[Line]]] = {
     "c": bench_c.bench,
     "d": bench_d.bench,
     "start": bench_d.start_up,
+    "steplog": bench_steplog.bench,
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, run, print a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("benches", nargs="*", metavar="a|b|c|d|start", help="default: all")
+    parser.add_argument("benches", nargs="*", metavar="a|b|c|d|start|steplog", help="default: all")
     parser.add_argument(
         "--quick", action="store_true", help="small data, few repeats: does it run at all?"
     )

@@ -5,6 +5,7 @@ each take a good part of a second:
 
 * `load(paths)`: the runs below some paths, each with its aligned history as a DataFrame.
 * `upload(paths)`: send everything to W&B, as `verl-logsync upload` does.
+* `StepLogger`: keeps a trainer's metrics on disk, step by step; needs the standard library only.
 * `Run`, `Outcome`, `Settings`: the values that these take and give.
 """
 
@@ -16,8 +17,9 @@ if TYPE_CHECKING:
     from verl_logsync.api import Run, load, upload
     from verl_logsync.model import Outcome
     from verl_logsync.settings import Settings
+    from verl_logsync.steplog import StepLogger
 
-__all__ = ["Outcome", "Run", "Settings", "__version__", "load", "upload"]
+__all__ = ["Outcome", "Run", "Settings", "StepLogger", "__version__", "load", "upload"]
 
 __version__ = "0.1.0"
 
@@ -25,6 +27,7 @@ _HOMES = {
     "Outcome": "verl_logsync.model",
     "Run": "verl_logsync.api",
     "Settings": "verl_logsync.settings",
+    "StepLogger": "verl_logsync.steplog",
     "load": "verl_logsync.api",
     "upload": "verl_logsync.api",
 }

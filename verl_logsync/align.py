@@ -93,10 +93,11 @@ def align(
     history = History(table, _attempt_of_rows(rows, kept, steps), clock)
     lost_steps = np.unique(rows.steps[superseded])
     records = sum(skip.records for skip in skips)
+    merged = sum(reading.merged for attempt in attempts for _, reading in attempt.readings)
     account = Account(
-        seen=len(rows.steps) + records,
+        seen=len(rows.steps) + records + merged,
         kept=len(history),
-        merged=int(kept.sum()) - len(history),
+        merged=int(kept.sum()) - len(history) + merged,
         superseded=int(superseded.sum()),
         skipped=records,
         superseded_steps=tuple(lost_steps.tolist()),

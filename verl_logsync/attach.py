@@ -142,7 +142,7 @@ def _with(run: RunSources, files: Sequence[LogFile]) -> RunSources:
     checkpoints = tuple(f for f in files if f.role == "checkpoint")
     bound = next((f.facts.run_id for f in checkpoints if f.facts.run_id), "")
     run = replace(run, rollouts=dumps, checkpoints=checkpoints)
-    if not bound or run.id_from == "offline run":
+    if not bound or run.id_from in ("offline run", "log"):
         return run
     return replace(run, target=replace(run.target, run_id=bound), id_from="checkpoint")
 

@@ -74,6 +74,11 @@ class _Chain:
         return min(with_id, key=_start_order).facts.run_id if with_id else ""
 
     @property
+    def id_from(self) -> Literal["offline run", "log", "derived"]:
+        sources = {f.source for f in self.files if f.facts.run_id}
+        return "derived" if not sources else "offline run" if "offline_run" in sources else "log"
+
+    @property
     def first(self) -> int | None:
         return min(
             (f.facts.first_step for f in self.files if f.facts.first_step is not None), default=None
@@ -469,7 +474,7 @@ def _run(chain: _Chain, configs: Sequence[LogFile], grouping: Grouping) -> RunSo
         Target(entity, project, run_id),
         chain.name,
         fingerprint,
-        "offline run" if chain.run_id else "derived",
+        chain.id_from,
         attempts,
         tuple(own),
         notes=tuple(notes),

@@ -224,7 +224,7 @@ class RunSources:
     target: Target
     name: str
     fingerprint: str
-    id_from: Literal["offline run", "checkpoint", "derived", "bound"]
+    id_from: Literal["offline run", "log", "checkpoint", "derived", "bound"]
     attempts: tuple[Attempt, ...]
     configs: tuple[LogFile, ...] = ()
     rollouts: tuple[LogFile, ...] = ()
@@ -341,7 +341,8 @@ class Reading:
     `restarts` are the indices of rows before which a new attempt was recorded (files that are
     appended to). `rounding` is half the last printed digit of its numbers, 0 where they are
     exact; keys in `below_precision` were printed as 0 at least once although they may be
-    smaller than that. `notes` are sentences for the report.
+    smaller than that. `notes` are sentences for the report; `merged` counts records that became
+    part of another row already (ranks).
     """
 
     rows: pa.Table
@@ -355,6 +356,7 @@ class Reading:
     rounding: float = 0.0
     below_precision: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    merged: int = 0
 
 
 # -- aligned -------------------------------------------------------------------------------

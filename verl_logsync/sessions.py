@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from verl_logsync.columns import STEP, as_numbers
 from verl_logsync.model import Attempt, AttemptReading, LogFile, PassThrough, Reading, Restart
+from verl_logsync.ranks import RankRules, merge_ranks
 from verl_logsync.verl_keys import training_keys, training_rows
 
 #: Recorded starts of the ranks of one attempt lie closer together than this, in seconds.
@@ -51,11 +52,14 @@ class _Piece:
         return int(steps[0].as_py()) if len(steps) else self.file.facts.first_step
 
 
-def sort_out(attempts: Sequence[AttemptReading]) -> tuple[AttemptReading, ...]:
+def sort_out(
+    attempts: Sequence[AttemptReading], rules: RankRules | None = None
+) -> tuple[AttemptReading, ...]:
     """The attempts that the rows themselves tell of, in order.
 
     Args:
         attempts: as the catalog has them, one reading a file.
+        rules: how the values of several ranks become one.
     """
     files = [
         (number, list(_pieces(file, reading, number)))
@@ -71,7 +75,7 @@ def sort_out(attempts: Sequence[AttemptReading]) -> tuple[AttemptReading, ...]:
             after = -1
             for piece in pieces:
                 after = _put(groups, piece, after)
-    return tuple(_attempt(group, attempts) for group in groups)
+    return tuple(_attempt(group, attempts, rules) for group in groups)
 
 
 # -- cutting -------------------------------------------------------------------------------
@@ -179,11 +183,11 @@ def _put(groups: list[list[_Piece]], piece: _Piece, after: int) -> int:
     Args:
         after: the attempt of the file's piece before: this one is of a later start.
     """
-    later = range(after + 1, len(groups))
-    for index in later:
-        if _fits(groups[index], piece):
-            groups[index].append(piece)
-            return index
+    fitting = [i for i in range(after + 1, len(groups)) if _fits(groups[i], piece)]
+    if fitting:
+        index = min(fitting, key=lambda i: _apart(groups[i], piece))
+        groups[index].append(piece)
+        return index
     index = _place(groups, piece, after)
     groups.insert(index, [piece])
     return index
@@ -196,12 +200,21 @@ def _fits(group: Sequence[_Piece], piece: _Piece) -> bool:
     return any(_together(other, piece) for other in group)
 
 
+def _apart(group: Sequence[_Piece], piece: _Piece) -> float:
+    """Seconds between the recorded starts of an attempt and of a piece of it."""
+    if piece.started_at is None:
+        return 0.0
+    starts = [other.started_at for other in group if other.started_at is not None]
+    return min((abs(start - piece.started_at) for start in starts), default=0.0)
+
+
 def _together(one: _Piece, other: _Piece) -> bool:
     """Whether two pieces tell of the same start of the job."""
+    same_id = bool(one.attempt_id) and one.attempt_id == other.attempt_id
+    if one.log != other.log and one.file.source == other.file.source:
+        return same_id or _started_together(one, other)  # ranks that may not know of one another
     if one.attempt_id and other.attempt_id:
-        return one.attempt_id == other.attempt_id
-    if one.file.facts.rank != other.file.facts.rank:
-        return _started_together(one, other)
+        return same_id
     if one.attempt == other.attempt and one.alone and other.alone:
         return True  # as the catalog says
     agree = _agree(one.reading, other.reading)
@@ -278,11 +291,34 @@ def _is_before(piece: _Piece, other: _Piece) -> bool:
     return (piece.first_step or 0) < (other.first_step or 0)
 
 
-def _attempt(group: Sequence[_Piece], attempts: Sequence[AttemptReading]) -> AttemptReading:
+def _attempt(
+    group: Sequence[_Piece], attempts: Sequence[AttemptReading], rules: RankRules | None
+) -> AttemptReading:
     first = min(group, key=lambda piece: piece.attempt)
     known = attempts[first.attempt].attempt
     starts = [piece.started_at for piece in group if piece.started_at is not None]
     attempt = Attempt(
         tuple(piece.file for piece in group), min(starts, default=None), known.ordered_by
     )
-    return AttemptReading(attempt, tuple((piece.file, piece.reading) for piece in group))
+    return AttemptReading(attempt, tuple(_by_source(group, rules)))
+
+
+def _by_source(
+    group: Sequence[_Piece], rules: RankRules | None
+) -> Iterator[tuple[LogFile, Reading]]:
+    """One reading a log; those of all ranks of a format are one."""
+    ranked: dict[str, list[_Piece]] = {}
+    for piece in group:
+        if piece.file.facts.rank is None:
+            yield piece.file, piece.reading
+        else:
+            ranked.setdefault(piece.file.source, []).append(piece)
+    for pieces in ranked.values():
+        yield _one_of_ranks(pieces, rules)
+
+
+def _one_of_ranks(pieces: Sequence[_Piece], rules: RankRules | None) -> tuple[LogFile, Reading]:
+    lead = min(pieces, key=lambda piece: (piece.file.facts.rank or 0, piece.file.place))
+    done = merge_ranks([(p.file.facts.rank or 0, p.file, p.reading) for p in pieces], rules)
+    notes = tuple(dict.fromkeys((*done.reading.notes, *done.notes)))
+    return lead.file, replace(done.reading, notes=notes, merged=done.merged)

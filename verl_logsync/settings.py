@@ -54,7 +54,9 @@ class Settings:
 
     `runs` holds (name, shell pattern) pairs: files that match belong to that run, whatever
     they say themselves; a name may be `PROJECT/NAME`. `offsets` holds (shell pattern, steps)
-    pairs: so much is added to every step of the files that match.
+    pairs: so much is added to every step of the files that match. `rank_rules` holds (key pattern,
+    rule) pairs: how the values of several ranks become one; keys that match `per_rank` keep each
+    rank's value too, and those that match `rank_spread` get the spread.
     """
 
     entity: str = ""
@@ -77,6 +79,9 @@ class Settings:
     merge: Merge = "auto"
     offsets: tuple[tuple[str, int], ...] = ()
     on_restart: OnRestart = "ask"
+    rank_rules: tuple[tuple[str, str], ...] = ()
+    per_rank: tuple[str, ...] = ()
+    rank_spread: tuple[str, ...] = ()
 
     @property
     def state_folder(self) -> Path:
@@ -89,6 +94,7 @@ class Settings:
             (
                 *(self.on_overlap, self.keep_tail, self.on_rewrite, self.on_restart, self.runtime),
                 *(self.final, self.runs, self.merge, self.offsets),
+                *(self.rank_rules, self.per_rank, self.rank_spread),
             )
         )
 
@@ -163,22 +169,19 @@ def _from_toml(path: Path) -> dict[str, Any]:
         raise UsageError(f"cannot be read: {error.strerror}", place=str(path)) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"is not TOML: {error}", place=str(path)) from error
-    runs, offsets = values.pop("runs", {}), values.pop("offsets", {})
-    if not isinstance(runs, dict) or not isinstance(offsets, dict):
-        raise UsageError(
-            "[runs] must hold NAME = PATTERN lines, [offsets] PATTERN = STEPS lines",
-            place=str(path),
-        )
-    pairs = [
-        (name, pattern)
-        for name, patterns in runs.items()
-        for pattern in (patterns if isinstance(patterns, list) else [patterns])
-    ]
     found = {key.replace("-", "_"): value for key, value in values.items()}
-    if pairs:
-        found["runs"] = tuple((str(n), str(p)) for n, p in pairs)
-    if offsets:
-        found["offsets"] = tuple(parse_offset(f"{p}={n}") for p, n in offsets.items())
+    for name in _TABLES & found.keys():
+        if not isinstance(found[name], dict):
+            raise UsageError(f"[{name}] must hold NAME = VALUE lines", place=str(path))
+        pairs = [
+            f"{key}={item}"
+            for key, items in found[name].items()
+            for item in (items if isinstance(items, list) else [items])
+        ]
+        found[name] = tuple(map(_LISTS[name], pairs))
+    for name in _LISTS.keys() - _TABLES & found.keys():
+        items = found[name] if isinstance(found[name], list) else [found[name]]
+        found[name] = tuple(map(_LISTS[name], map(str, items)))
     return found
 
 
@@ -236,8 +239,29 @@ def parse_offset(text: str) -> tuple[str, int]:
     )
 
 
-#: Settings that are lists, and how one item is read.
-_LISTS: Final[Mapping[str, Callable[[str], tuple[str, str | int]]]] = {
+def parse_rank_rule(text: str) -> tuple[str, str]:
+    """`PATTERN=RULE` as a pair.
+
+    Raises:
+        UsageError: it is not of that form.
+    """
+    pattern, _, rule = text.rpartition("=")
+    if pattern and rule in _RANK_RULES:
+        return pattern, rule
+    raise UsageError(
+        f"[rank_rules] needs PATTERN = RULE, not {text!r}",
+        hint=f"Rules are {', '.join(_RANK_RULES)}; for example: '*count*' = 'sum'",
+    )
+
+
+_RANK_RULES: Final = ("mean", "max", "min", "sum", "same")
+
+#: Settings that are lists, and how one item is read; those that are tables in a settings file.
+_LISTS: Final[Mapping[str, Callable[[str], Any]]] = {
     "runs": parse_run,
     "offsets": parse_offset,
+    "rank_rules": parse_rank_rule,
+    "per_rank": str,
+    "rank_spread": str,
 }
+_TABLES: Final = frozenset({"runs", "offsets", "rank_rules"})

@@ -66,6 +66,18 @@ def grouping_options(function: _F) -> _F:
             help="When a later attempt of a run begins at step 0 again: leave the run out and name "
             "the choices, or let it replace the earlier one (default: ask).",
         ),
+        click.option(
+            "--per-rank",
+            multiple=True,
+            metavar="PATTERN",
+            help="Keep each rank's value of these keys too, as rank3/KEY; may be repeated.",
+        ),
+        click.option(
+            "--rank-spread",
+            multiple=True,
+            metavar="PATTERN",
+            help="Add KEY/spread, largest minus smallest rank, for these keys; may be repeated.",
+        ),
         click.option("--project", help="W&B project (default: as the logs say)."),
         click.option("--entity", help="W&B entity (default: as the logs say, else the key's)."),
     ):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 import numpy as np
 import pyarrow as pa
@@ -35,6 +35,7 @@ from verl_logsync.model import (
     Target,
 )
 from verl_logsync.pipeline.engine import Engine, attempted
+from verl_logsync.ranks import RankRules, Rule
 from verl_logsync.sessions import sort_out
 from verl_logsync.settings import Settings
 from verl_logsync.verl_keys import training_rows
@@ -68,7 +69,9 @@ def load(
         pins: estimated starts that an earlier upload settled on.
         stored: rows that only the server still has, as an attempt before all others.
     """
-    attempts = sort_out([_read_attempt(engine, attempt) for attempt in run.attempts])
+    attempts = sort_out(
+        [_read_attempt(engine, attempt) for attempt in run.attempts], _rank_rules(engine.settings)
+    )
     if stored:
         attempts = (*stored, *(_without_held(a, stored, engine) for a in attempts))
     configs = [engine.by_name[file.source].read(file) for file in run.configs]
@@ -83,6 +86,11 @@ def load(
     )
     around = assemble(attempts[len(stored) :], configs)
     return Loaded(run, history, account, around, clocked.pins, clocked.started_at)
+
+
+def _rank_rules(settings: Settings) -> RankRules:
+    rules = tuple((pattern, cast("Rule", rule)) for pattern, rule in settings.rank_rules)
+    return RankRules(rules, settings.per_rank, settings.rank_spread)
 
 
 def load_or_error(engine: Engine, run: RunSources) -> Loaded | LogsyncError:
