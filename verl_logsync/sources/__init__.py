@@ -10,7 +10,8 @@ from typing import Final
 from verl_logsync.interfaces import Source
 from verl_logsync.sources.hydra import Hydra
 from verl_logsync.sources.offline_run import OfflineRun
+from verl_logsync.sources.rollouts import Rollouts
 from verl_logsync.sources.verl_file import VerlFile
 
 #: In the order in which they are asked whether a file is theirs.
-SOURCES: Final[tuple[Source, ...]] = (OfflineRun(), Hydra(), VerlFile())
+SOURCES: Final[tuple[Source, ...]] = (OfflineRun(), Hydra(), Rollouts(), VerlFile())
