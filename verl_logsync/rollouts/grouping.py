@@ -239,7 +239,7 @@ def _expected(sizes: _Ints, group_size: int | None, ambiguities: list[Ambiguity]
             text = f"sizes {', '.join(map(str, tied))} are equally frequent: {modal} was taken"
             ambiguities.append(Ambiguity("sizes tied", len(tied) * most, text))
         return modal
-    if modal != group_size:
+    if group_size not in tied:
         text = f"most groups have {modal} rows, the configuration says {group_size}"
         ambiguities.append(Ambiguity("other size", counts[modal], text))
     return group_size

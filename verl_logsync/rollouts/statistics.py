@@ -119,7 +119,9 @@ def mean(values: Iterable[float], why_not: Missing = NO_GROUPS) -> Number:
 
 
 def _finite(value: float) -> Number:
-    return float(value) if math.isfinite(value) else Missing("the values are too large")
+    return (
+        float(value) if math.isfinite(value) else Missing("the values are too large or too close")
+    )
 
 
 def share(flags: _Flags, why_not: Missing = NO_GROUPS) -> Number:
@@ -276,9 +278,19 @@ def correlation(one: _Floats, other: _Floats) -> Number:
         return Missing("all scores or all lengths are equal")
     order = np.lexsort((one, other))
     with np.errstate(over="ignore", invalid="ignore"):
-        a, b = one[order] - one[order].mean(), other[order] - other[order].mean()
-        found = float((a * b).sum() / math.sqrt(float((a * a).sum()) * float((b * b).sum())))
+        a, b = _unit(one[order]), _unit(other[order])
+        found = float((a * b).sum()) / math.sqrt(float((a * a).sum()) * float((b * b).sum()))
     return _finite(max(-1.0, min(1.0, found)) if math.isfinite(found) else found)
+
+
+def _unit(values: _Floats) -> _Floats:
+    """Values that are not all equal, minus their mean, scaled so that the largest is 1: squares
+    neither overflow nor vanish. NaN where even that cannot be computed.
+    """
+    scaled = values / np.abs(values).max()
+    around = scaled - math.fsum(scaled.tolist()) / len(scaled)
+    peak = np.abs(around).max()
+    return around / peak if peak > 0 else np.full(len(values), np.nan)
 
 
 def correlations_within(step: Step) -> _Floats:
@@ -323,11 +335,11 @@ def moments(values: _Floats) -> tuple[Number, Number]:
     if len(values) < 2 or values.min() == values.max():
         no_spread = Missing("the values have no spread")
         return no_spread, no_spread
-    ordered = np.sort(values)
-    with np.errstate(over="ignore", invalid="ignore", under="ignore", divide="ignore"):
-        around = ordered - math.fsum(ordered.tolist()) / len(ordered)
-        around = around / np.abs(around).max()  # the moments' ratios do not depend on the scale
-        second, third, fourth = (float((around**k).mean()) for k in (2, 3, 4))
+    if not np.isfinite(values).all():
+        too_large = Missing("the values are too large")
+        return too_large, too_large
+    around = _unit(np.sort(values))  # the ratios of moments do not depend on the scale
+    second, third, fourth = (float((around**k).mean()) for k in (2, 3, 4))
     return _finite(third / second**1.5), _finite(fourth / second**2 - 3)
 
 
