@@ -104,7 +104,10 @@ class GroupKeys:
         return self._digests[prompt].hex() if prompt in self._digests else ""
 
     def resolve(self, group_size: int | None) -> Grouping:
-        """The groups. `group_size` is what the configuration says, None when nobody knows."""
+        """The groups. `group_size` is what the configuration says, None when nobody knows.
+
+        What told them apart is forgotten: no rows can be added any more.
+        """
         prompts = np.frombuffer(self._prompts, dtype=np.int64) if self._prompts else _NOTHING
         ambiguities: list[Ambiguity] = []
         if not self._groups:
@@ -112,11 +115,13 @@ class GroupKeys:
             labels, by_uid, counts = prompts, False, _Counts()
         else:
             uids = _Uids(*map(np.asarray, (self._groups, self._sessions, self._indices)))
+            self._groups, self._sessions, self._indices = array("q"), array("q"), array("i")
             kept, counts = uids.kept()
             labels, by_uid = uids.labels(prompts, kept, ambiguities)
             if counts.twice:
                 text = f"{counts.twice} rows repeat the uid of another row"
                 ambiguities.append(Ambiguity("uid twice", counts.twice, text))
+            del uids
         rows = np.flatnonzero(kept)
         order = np.argsort(labels[rows], kind="stable")
         rows = rows[order]

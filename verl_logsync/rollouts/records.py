@@ -27,7 +27,8 @@ DUMP_NAME: Final = re.compile(r"^(\d{1,18})\.jsonl$")
 #: What verl itself writes; all other keys are extras of the reward function.
 OWN_KEYS: Final = frozenset({"input", "output", "gts", "score", "step", "uid", "request_id"})
 
-_CHUNK: Final = 1 << 18
+# Small enough for the rows of a chunk to stay in the processor's cache.
+_CHUNK: Final = 1 << 17
 _NEEDED: Final = ("input", "output", "score")
 # So many bad lines are named one by one; of a file full of them the rest is counted.
 _SKIPS_NAMED: Final = 100
@@ -296,7 +297,8 @@ def _chunks(stream: BinaryIO) -> Iterator[_Lines]:
                 if tail:
                     rest, held = [tail], len(tail)
             continue
-        lines = b"".join([*rest, data]).split(b"\n")
+        lines = data.split(b"\n")
+        lines[0] = b"".join([*rest, lines[0]])
         tail = lines.pop()
         yield _Lines(lines, number, start)
         number += len(lines)

@@ -105,6 +105,8 @@ class _Found:
     def put(self, name: str, value: Number) -> None:
         if isinstance(value, Missing):
             self.missing[name] = str(value)
+        elif not math.isfinite(value):
+            self.missing[name] = "the values are too large"
         else:
             self.numbers[name] = value
 

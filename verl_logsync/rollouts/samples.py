@@ -55,11 +55,11 @@ def choose(shelf: Shelf, count: int) -> list[tuple[str, int]]:
         ("worst", whole, 1, means),
         ("most split", split, -1, spreads),
     ):
-        keys = [
+        keys = (
             (sign * values[g], -sizes[g], shelf.names[g], firsts[g], g)
             for g in groups
             if g not in taken
-        ]
+        )
         fresh = [key[-1] for key in nsmallest(count, keys)]
         taken.update(fresh)
         chosen.extend((why, group) for group in fresh)

@@ -11,9 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
+
+# So many values are turned into Python's numbers at once.
+_PART: Final = 1 << 14
 
 _Floats = np.ndarray[Any, np.dtype[np.float64]]
 _Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -59,7 +63,9 @@ class Step:
         return np.repeat(np.arange(len(self.sizes)), self.sizes)
 
     def take(self, groups: _Flags) -> Step:
-        """The step with some of its groups only."""
+        """The step with some of its groups only; the same where it is all of them."""
+        if groups.all():
+            return self
         rows = np.repeat(groups, self.sizes)
         sizes = self.sizes[groups]
         starts = np.cumsum(sizes) - sizes
@@ -107,15 +113,20 @@ def _extent(step: Step) -> tuple[_Floats, _Floats]:
     return step.scores[step.starts], step.scores[step.starts + step.sizes - 1]
 
 
-def mean(values: Iterable[float], why_not: Missing = NO_GROUPS) -> Number:
+def mean(values: _Floats, why_not: Missing = NO_GROUPS) -> Number:
     """The arithmetic mean, correctly rounded and so independent of order."""
-    listed = values.tolist() if isinstance(values, np.ndarray) else list(values)
-    if not listed:
+    if not len(values):
         return why_not
     try:
-        return _finite(math.fsum(listed) / len(listed))
+        return _finite(math.fsum(_listed(values)) / len(values))
     except (OverflowError, ValueError):
         return Missing("the values are too large")
+
+
+def _listed(values: _Floats) -> Iterable[float]:
+    """The values as Python's floats, never all of them at once."""
+    parts = (values[start : start + _PART].tolist() for start in range(0, len(values), _PART))
+    return chain.from_iterable(parts)
 
 
 def _finite(value: float) -> Number:
@@ -288,7 +299,7 @@ def _unit(values: _Floats) -> _Floats:
     neither overflow nor vanish. NaN where even that cannot be computed.
     """
     scaled = values / np.abs(values).max()
-    around = scaled - math.fsum(scaled.tolist()) / len(scaled)
+    around = scaled - math.fsum(_listed(scaled)) / len(scaled)
     peak = np.abs(around).max()
     return around / peak if peak > 0 else np.full(len(values), np.nan)
 
