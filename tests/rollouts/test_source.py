@@ -13,7 +13,7 @@ import pytest
 from verl_logsync.discover import Found, discover
 from verl_logsync.errors import InputError, NotALog
 from verl_logsync.model import LogFile, SkipReason
-from verl_logsync.rollouts.folder import kind_of, reduce_folder, survey
+from verl_logsync.rollouts.folder import kind_of, reduce_folder, stamp_of_dumps, survey
 from verl_logsync.sources import SOURCES
 from verl_logsync.sources.rollouts import Rollouts
 
@@ -242,3 +242,11 @@ def test_a_folder_without_dumps_any_more(dumps: Path) -> None:
     with pytest.raises(InputError) as gone:
         list(reduce_folder(file))
     assert gone.value.place == str(dumps)
+
+
+def test_the_stamp_without_opening_a_file(dumps: Path) -> None:
+    """It is the one that the log file has, and nothing for a folder without dumps."""
+    assert stamp_of_dumps(dumps) == only(dumps).stamp
+    assert stamp_of_dumps(dumps / "1.jsonl") == only(dumps / "1.jsonl").stamp
+    assert stamp_of_dumps(dumps.parent) is None
+    assert stamp_of_dumps(dumps / "gone") is None

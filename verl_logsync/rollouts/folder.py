@@ -130,6 +130,19 @@ def _combined(files: Sequence[DumpFile]) -> Stamp:
     )
 
 
+def stamp_of_dumps(path: Path) -> Stamp | None:
+    """The stamp of a dump folder (or file) now, as `DumpFolder.stamp` has it, without opening
+    any file; None when it holds no dumps or cannot be looked at.
+    """
+    try:
+        if not path.is_dir():
+            return _stamp(path.stat())
+        files, _ = _files(path, os.listdir(path))
+    except OSError:
+        return None
+    return _combined(files) if files else None
+
+
 def _first_row(files: Sequence[DumpFile]) -> tuple[bytes, tuple[str, ...]]:
     """Text and keys of the first row of the earliest file that has one."""
     for file in [f for f in files if f.stamp.size][:_TRIED]:
