@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks import bench_a, bench_b, bench_c, bench_d, bench_steplog
+from benchmarks import bench_a, bench_b, bench_c, bench_d, bench_rollouts, bench_steplog
 from benchmarks.measure import Line, Session
 
 BENCHES: dict[str, Callable[[Session], list[Line]]] = {
@@ -20,6 +20,7 @@ BENCHES: dict[str, Callable[[Session], list[Line]]] = {
     "b": bench_b.bench,
     "c": bench_c.bench,
     "d": bench_d.bench,
+    "rollouts": bench_rollouts.bench,
     "start": bench_d.start_up,
     "steplog": bench_steplog.bench,
 }
@@ -28,9 +29,12 @@ BENCHES: dict[str, Callable[[Session], list[Line]]] = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, run, print a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("benches", nargs="*", metavar="a|b|c|d|start|steplog", help="default: all")
+    parser.add_argument("benches", nargs="*", metavar="|".join(BENCHES), help="default: all")
     parser.add_argument(
         "--quick", action="store_true", help="small data, few repeats: does it run at all?"
+    )
+    parser.add_argument(
+        "--large", action="store_true", help="a rollout dump of 2 GB besides that of 200 MB"
     )
     parser.add_argument(
         "--folder",
@@ -42,7 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown:
         parser.error(f"no such bench: {', '.join(sorted(unknown))}")
     with tempfile.TemporaryDirectory(prefix="verl-logsync-bench-") as temporary:
-        session = Session((options.folder or Path(temporary)).absolute(), options.quick)
+        session = Session(
+            (options.folder or Path(temporary)).absolute(), options.quick, options.large
+        )
         session.folder.mkdir(parents=True, exist_ok=True)
         _print_machine()
         for name in options.benches or BENCHES:

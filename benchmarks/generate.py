@@ -214,3 +214,35 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         for line in stream:
             record = orjson.loads(line)
             yield record["step"], record["data"]
+
+
+_WORDS: Final = (
+    *("the", "then", "check", "sum", "count", "add", "rest", "so", "we"),
+    *("\n", "é", '"x"', "\\frac{1}{2}"),
+)
+
+
+def rollout_dump(path: Path, size: int, *, group: int = 8, characters: int = 4000) -> Path:
+    """Write a dump of the v1 trainer of at least so many bytes: groups of responses of 400 to
+    about so many characters, as many words of which one in four is not plain ASCII or escaped.
+    """
+    numbers = np.random.default_rng(0)
+    texts = [" ".join(numbers.choice(_WORDS, characters // 3)) for _ in range(200)]
+    written = 0
+    with path.open("wb") as stream:
+        while written < size:
+            name = numbers.bytes(16).hex()
+            prompt = f"system\nsolve it\nuser\n{name} {texts[written % 200][:500]}"
+            for session in range(group):
+                answer = f"\n#### {numbers.integers(4)}"
+                length = int(numbers.integers(400, characters))
+                row = {
+                    "input": prompt,
+                    "output": f"The {texts[int(numbers.integers(200))][:length]}{answer}",
+                    "gts": "1",
+                    "score": float(answer.endswith("1")),
+                    "step": 1,
+                    "uid": f"{name}_{session}_0",
+                }
+                written += stream.write(orjson.dumps(row) + b"\n")
+    return path

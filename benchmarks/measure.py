@@ -40,10 +40,11 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What a bench is given: a folder for its data, and whether to be quick."""
+    """What a bench is given: a folder for its data, and whether to be quick, or to be large."""
 
     folder: Path
     quick: bool
+    large: bool = False
 
     def made(self, name: str, make: Callable[[Path], object]) -> Path:
         """The data of this name, made unless an earlier run left it whole."""

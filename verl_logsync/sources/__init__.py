@@ -11,6 +11,7 @@ from verl_logsync.interfaces import Source
 from verl_logsync.sources.checkpoint import Checkpoint
 from verl_logsync.sources.hydra import Hydra
 from verl_logsync.sources.offline_run import OfflineRun
+from verl_logsync.sources.rollouts import Rollouts
 from verl_logsync.sources.step_log import StepLog
 from verl_logsync.sources.verl_file import VerlFile
 
@@ -19,6 +20,7 @@ SOURCES: Final[tuple[Source, ...]] = (
     OfflineRun(),
     Hydra(),
     Checkpoint(),
+    Rollouts(),
     StepLog(),
     VerlFile(),
 )

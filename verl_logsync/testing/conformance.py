@@ -46,7 +46,10 @@ def check_source(source: Source, sample: Path, work: Path, *, seed: int = 0) -> 
 
 
 class _Sample:
-    """Copies of a sample, in which one file is the log itself."""
+    """Copies of a sample, in which one file is the log itself.
+
+    A source may claim a folder of many files (rollout dumps): then the last of them is damaged.
+    """
 
     def __init__(self, original: Path, work: Path) -> None:
         self._original = original
@@ -180,9 +183,16 @@ def grows_monotonously(source: Source, sample: _Sample, rng: random.Random) -> N
 
 
 def _log_of(source: Source, path: Path) -> Path:
+    """The file that is cut and damaged: the log, or the last file of a folder of logs."""
     file = _found(source, path)
     assert file is not None, f"{source.name} does not recognise its sample"
-    return file.path
+    if not file.path.is_dir():
+        return file.path
+    return max((entry for entry in file.path.iterdir() if entry.is_file()), key=_by_name)
+
+
+def _by_name(path: Path) -> tuple[int, str]:
+    return len(path.name), path.name
 
 
 _CHECKS: Final[tuple[Callable[[Source, _Sample, random.Random], None], ...]] = (

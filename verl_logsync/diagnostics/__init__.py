@@ -1,0 +1,1 @@
+"""What the logs mean: numbers that no trainer logs, and what to notice in them."""
