@@ -5,20 +5,32 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_logsync import pipeline
 from verl_logsync.columns import MISSING, STEP, decode
+from verl_logsync.discover import discover
 from verl_logsync.errors import InputWarning, LogsyncError, OverlapRefused
 from verl_logsync.ledger import Ledger, LedgerRun, locked, remembered_runs
-from verl_logsync.model import Account, Catalog, History, Outcome, Report, RunSources
+from verl_logsync.model import (
+    HARMLESS,
+    Account,
+    Catalog,
+    History,
+    Outcome,
+    Report,
+    RunSources,
+)
 from verl_logsync.settings import Settings, load_settings
-from verl_logsync.sources import SOURCES
+from verl_logsync.sources import SOURCES, TRUNCATED
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from verl_logsync.export import Format
+    from verl_logsync.snapshot import Copied
 
 Paths = str | Path | Iterable[str | Path]
 
@@ -255,3 +267,54 @@ def _status_row(run: LedgerRun) -> dict[str, Any]:
         "confirmed_at": run.confirmed_at,
         "attention": list(run.attention),
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A history that was written; `partial` when some of its inputs could not be used."""
+
+    path: Path
+    rows: int
+    partial: bool
+
+
+def export(
+    paths: Sequence[Path], settings: Settings, folder: Path, form: Format
+) -> tuple[Catalog, list[tuple[RunSources, Exported | LogsyncError]]]:
+    """Write the history of every run below some paths; see `verl_logsync.export`.
+
+    Raises:
+        StateError: the folder cannot be written.
+    """
+    from verl_logsync.export import export_run
+    from verl_logsync.reports.as_json import account_values, run_values
+
+    engine = pipeline.Engine(replace(settings, output=folder), SOURCES)
+    found = pipeline.survey(engine, paths)
+    results: list[tuple[RunSources, Exported | LogsyncError]] = []
+    for run in found.runs:
+        loaded = pipeline.load_or_error(engine, run)
+        if isinstance(loaded, LogsyncError):
+            results.append((run, loaded))
+            continue
+        account = run_values(run) | {
+            "clock": loaded.history.clock,
+            "account": account_values(loaded.account),
+            "config": loaded.around.config,
+        }
+        path = export_run(run, loaded.history, account, folder, form)
+        partial = any(skip.reason not in HARMLESS for skip in loaded.account.skips)
+        results.append((run, Exported(path, len(loaded.history), partial)))
+    return found, results
+
+
+def snapshot(paths: Sequence[Path], folder: Path) -> Iterator[tuple[Path, Copied | LogsyncError]]:
+    """Keep copies of the logs that verl truncates; see `verl_logsync.snapshot`."""
+    from verl_logsync.snapshot import snapshot_file
+
+    for file in discover(paths, SOURCES, excluded=(folder,)).files:
+        if file.source == TRUNCATED:
+            try:
+                yield file.path, snapshot_file(file, folder)
+            except LogsyncError as error:
+                yield file.path, error

@@ -34,6 +34,7 @@ from verl_logsync.model import (
     Stamp,
     Target,
 )
+from verl_logsync.rollouts.folder import stamp_of_dumps
 
 _FILE_NAME: Final = "ledger.sqlite3"
 #: Goes before remembered paths; another number forgets all verdicts of an older program.
@@ -376,6 +377,11 @@ def remembered_runs(folder: Path, server: str | None = None) -> list[LedgerRun]:
         raise _state_error(folder, error) from error
 
 
+def _stamp_now(path: Path) -> Stamp | None:
+    """The stamp of a log now; a folder of dumps is as large and as new as its files."""
+    return stamp_of_dumps(path) if path.is_dir() else stamp_of(path)
+
+
 class RememberedFiles:
     """A `Recall`: verdicts by path, each checked against the file as it is now."""
 
@@ -388,7 +394,7 @@ class RememberedFiles:
             return None
         known = orjson.loads(data)
         stamp = Stamp(**known["stamp"])
-        if stamp_of(Path(known["path"])) != stamp:
+        if _stamp_now(Path(known["path"])) != stamp:
             return None
         known["facts"]["carries"] = tuple(known["facts"]["carries"])
         facts = Facts(**known["facts"])

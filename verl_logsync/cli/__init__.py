@@ -10,8 +10,10 @@ import click
 
 from verl_logsync import __version__
 from verl_logsync.cli.demo import demo
+from verl_logsync.cli.export import export
 from verl_logsync.cli.printing import say
 from verl_logsync.cli.scan import scan
+from verl_logsync.cli.snapshot import snapshot
 from verl_logsync.cli.status import status
 from verl_logsync.cli.upload import upload
 from verl_logsync.errors import ExitCode, LogsyncError
@@ -26,6 +28,8 @@ def cli() -> None:
 cli.add_command(upload)
 cli.add_command(scan)
 cli.add_command(status)
+cli.add_command(export)
+cli.add_command(snapshot)
 cli.add_command(demo)
 
 

@@ -16,8 +16,9 @@ from verl_logsync.settings import Settings
 @click.command()
 @paths_argument
 @grouping_options
+@click.option("--verbose", "-v", is_flag=True, help="Name the files that each step comes from.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
-def scan(paths: tuple[Path, ...], as_json: bool, **options: Any) -> int:
+def scan(paths: tuple[Path, ...], verbose: bool, as_json: bool, **options: Any) -> int:
     """Show what is below PATHS: runs, attempts, steps, gaps, and what was left out and why.
 
     Nothing is written or sent. Exit code 3 means that some inputs cannot be used.
@@ -30,7 +31,7 @@ def scan(paths: tuple[Path, ...], as_json: bool, **options: Any) -> int:
     if as_json:
         _print_json(found, loaded, settings)
     else:
-        _print_text(found, loaded, settings)
+        _print_text(found, loaded, settings, verbose)
     skips = list(found.skips)
     for _, result in loaded:
         skips.extend(result.account.skips if hasattr(result, "account") else ())
@@ -38,7 +39,7 @@ def scan(paths: tuple[Path, ...], as_json: bool, **options: Any) -> int:
     return 3 if failed or any(skip.reason not in HARMLESS for skip in skips) else 0
 
 
-def _print_text(found: Any, loaded: Any, settings: Settings) -> None:
+def _print_text(found: Any, loaded: Any, settings: Settings, verbose: bool) -> None:
     from verl_logsync.errors import LogsyncError
     from verl_logsync.pipeline import readiness_of
     from verl_logsync.reports.text import counted, error_lines, run_lines, skip_lines
@@ -53,7 +54,8 @@ def _print_text(found: Any, loaded: Any, settings: Settings) -> None:
             )
             ready = readiness_of(result, settings, time.time())
             state = f"{ready.state}, time {history.clock}"
-            lines = [*run_lines(run, state, rows, result.account), *(f"  {n}" for n in ready.notes)]
+            lines = list(run_lines(run, state, rows, result.account, verbose=verbose))
+            lines.extend(f"  {note}" for note in ready.notes)
         for line in lines:
             say(line)
     for line in skip_lines(found.skips):

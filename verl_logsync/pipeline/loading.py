@@ -18,7 +18,7 @@ from verl_logsync.catalog import matches
 from verl_logsync.clock import set_clocks
 from verl_logsync.columns import AXES, STEP, TableBuilder
 from verl_logsync.discover import discover, stamp_of
-from verl_logsync.errors import LogsyncError, UnreadableInput
+from verl_logsync.errors import InputError, LogsyncError, UnreadableInput
 from verl_logsync.model import (
     Account,
     Attempt,
@@ -85,7 +85,23 @@ def load(
         clocked.clock,
     )
     around = assemble(attempts[len(stored) :], configs)
+    account = _with_belongings(account, engine, run)
     return Loaded(run, history, account, around, clocked.pins, clocked.started_at)
+
+
+def _with_belongings(account: Account, engine: Engine, run: RunSources) -> Account:
+    """The account with what is to be said about dumps and checkpoints."""
+    notes: list[str] = []
+    skips: list[Skip] = []
+    for file in (*run.rollouts, *run.checkpoints):
+        try:
+            reading = engine.by_name[file.source].read(file)
+        except InputError as error:
+            skips.append(Skip(SkipReason.UNREADABLE, error.place, error.message, error.hint))
+        else:
+            notes.extend(reading.notes)
+            skips.extend(reading.skips)
+    return replace(account, notes=(*account.notes, *notes), skips=(*account.skips, *skips))
 
 
 def _rank_rules(settings: Settings) -> RankRules:

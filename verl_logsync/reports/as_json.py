@@ -65,6 +65,15 @@ def account_values(account: Account) -> dict[str, Any]:
             for c in account.conflicts
         ],
         "notes": list(account.notes),
+        "origins": [
+            {
+                "first_step": o.first_step,
+                "last_step": o.last_step,
+                "attempt": o.attempt + 1,
+                "files": list(o.places),
+            }
+            for o in account.origins
+        ],
     }
 
 
@@ -118,6 +127,8 @@ def run_values(run: RunSources) -> dict[str, Any]:
             for attempt in run.attempts
         ],
         "configs": [file.place for file in run.configs],
+        "rollouts": [file.place for file in run.rollouts],
+        "checkpoints": [file.place for file in run.checkpoints],
         "notes": list(run.notes),
     }
 

@@ -125,16 +125,28 @@ def _rank(file: LogFile) -> str:
     return "" if file.facts.rank is None else f"  rank {file.facts.rank}"
 
 
-def run_lines(run: RunSources, state: str, rows: str, account: Account | None) -> Iterator[str]:
-    """One run of a scan."""
+def run_lines(
+    run: RunSources, state: str, rows: str, account: Account | None, *, verbose: bool = False
+) -> Iterator[str]:
+    """One run of a scan; `verbose` names the files that each step comes from."""
     target = run.target
     yield f"{target.project}/{run.name}  run {target.run_id} ({run.id_from}), {rows}, {state}"
     for number, attempt in enumerate(run.attempts, 1):
         span = f"{attempt.first_step}..{attempt.last_step}"
         yield f"  attempt {number} ({attempt.ordered_by}): steps {span}"
         yield from (f"    {file.source:12} {file.place}{_rank(file)}" for file in attempt.files)
-    yield from (f"  config       {file.place}" for file in run.configs)
+    for file in (*run.configs, *run.rollouts, *run.checkpoints):
+        yield f"  {file.source:12} {file.place}"
     yield from (f"  {note}" for note in run.notes)
     if account is not None:
         yield from (f"  {note}" for note in account.notes)
         yield from (line[2:] for line in account_lines(account))
+    if account is not None and verbose:
+        yield from origin_lines(account)
+
+
+def origin_lines(account: Account) -> Iterator[str]:
+    """Which steps come from which files."""
+    for origin in account.origins:
+        steps = f"{origin.first_step}..{origin.last_step}"
+        yield f"  steps {steps:>12}  attempt {origin.attempt + 1}: {' + '.join(origin.places)}"

@@ -15,6 +15,9 @@ from verl_logsync.sources.rollouts import Rollouts
 from verl_logsync.sources.step_log import StepLog
 from verl_logsync.sources.verl_file import VerlFile
 
+#: The source whose logs are begun anew at every start of a job.
+TRUNCATED: Final = VerlFile.name
+
 #: In the order in which they are asked whether a file is theirs.
 SOURCES: Final[tuple[Source, ...]] = (
     OfflineRun(),
