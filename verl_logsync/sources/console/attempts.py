@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from verl_logsync.columns import AXES, STEP, TIMESTAMP, TableBuilder
+from verl_logsync.columns import AXES, EXACT, STEP, TIMESTAMP, TableBuilder
 from verl_logsync.model import Restart, SkipReason
 from verl_logsync.sources.console.records import HALF_DIGIT, Record
 from verl_logsync.sources.console.transcript import (
@@ -55,6 +56,9 @@ class _Row:
     step: int
     values: dict[str, Any]
     stamp: float | None
+
+
+_trains = functools.lru_cache(1 << 14)(is_training_key)
 
 
 class Attempts:
@@ -140,8 +144,10 @@ class Attempts:
         if at.owner:
             now.owners.add(at.owner)
             self._owners.add(at.owner)
-        for key in record.values:
-            if is_training_key(key):
+        if record.step == now.highest:
+            now.reached.update(dict.fromkeys(filter(_trains, record.values), record.step))
+        else:
+            for key in filter(_trains, record.values):
                 now.reached[key] = max(record.step, now.reached.get(key, -1))
 
     def _initial(self, at: Printed, step: int, values: dict[str, Any]) -> None:
@@ -170,7 +176,9 @@ class Attempts:
             return True
         if at.owner and now.owners and at.owner not in self._owners:
             return True
-        training = [key for key in record.values if is_training_key(key)]
+        if step > now.highest and coming.step != now.highest:
+            return False
+        training = list(filter(_trains, record.values))
         if step < now.highest:
             if coming.step is not None and step - coming.step in (0, 1):
                 return True
@@ -237,7 +245,8 @@ class Attempts:
 
     def _add(self, row: _Row) -> None:
         values = {key: value for key, value in row.values.items() if key not in AXES}
-        self._builder.add(values)
+        large = any(type(v) is int and not -EXACT <= v <= EXACT for v in values.values())
+        self._builder.add(values, exactly=large)
         self._steps.append(row.step)
         self._stamps.append(row.stamp)
 

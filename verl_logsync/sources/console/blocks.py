@@ -116,12 +116,17 @@ def _value(node: ast.expr) -> Any:
         return -_value(node.operand)
     if isinstance(node, ast.Name) and node.id in _NUMBERS:
         return _NUMBERS[node.id]
-    if isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords:
-        called = node.func
-        if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name):
-            if called.value.id in _NUMPY:
-                return _value(node.args[0])
+    if isinstance(node, ast.Call) and _is_numpy(node.func) and len(node.args) == 1:
+        return _value(node.args[0])
     raise _NotLiteral
+
+
+def _is_numpy(called: ast.expr) -> bool:
+    return (
+        isinstance(called, ast.Attribute)
+        and isinstance(called.value, ast.Name)
+        and called.value.id in _NUMPY
+    )
 
 
 def names_of(config: Mapping[str, Any]) -> tuple[str, str]:

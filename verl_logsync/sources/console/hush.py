@@ -11,12 +11,31 @@ from typing import Any, Final
 
 from verl_logsync.secrets_mask import MASK, is_secret_name, mask_config, mask_text
 
-# Whatever `mask_text` could change, or a name of a secret that is printed as a dict's key.
-_SUSPECT: Final = re.compile(
-    rb"://[^\s/]*@|hf_|sk-|gh[pousr]_|akia|xox[abprs]-|wandb_v|hooks\.slack|bearer|basic"
-    rb"|api[_-]?key|access[_-]?key|secret|passw(?:or)?d|token[=\s:\x1b]"
-    rb"|(?:key|pass|pwd|token|credential|authorization|webhook)\w*['\"]\s*:"
-)
+_IN_DICT: Final = rb"\w*['\"]\s*:"
+# By a word that occurs in it: whatever `mask_text` could change, and names of secrets that are
+# printed as a dict's keys. (Words are found faster than patterns.) A number is no secret.
+_SUSPECT: Final = {
+    b"://": re.compile(rb"://[^\s/]*@"),
+    b"hf_": re.compile(rb"hf_"),
+    b"sk-": re.compile(rb"sk-"),
+    b"gh": re.compile(rb"gh[pousr]_"),
+    b"akia": re.compile(rb"akia"),
+    b"xox": re.compile(rb"xox[abprs]-"),
+    b"wandb_v": re.compile(rb"wandb_v"),
+    b"hooks.slack": re.compile(rb"hooks\.slack"),
+    b"bearer": re.compile(rb"bearer"),
+    b"basic": re.compile(rb"basic\s"),
+    b"key": re.compile(rb"(?:api|access)[_-]?key|key" + _IN_DICT),
+    b"secret": re.compile(rb"secret"),
+    b"pass": re.compile(rb"passw(?:or)?d|pass" + _IN_DICT),
+    b"pwd": re.compile(rb"pwd" + _IN_DICT),
+    b"token": re.compile(
+        rb"token(?!:-?\.?(?:e[+-]?)?(?: - |$)|:np\.float\()[=\s:\x1b]|token" + _IN_DICT
+    ),
+    b"credential": re.compile(rb"credential" + _IN_DICT),
+    b"authorization": re.compile(rb"authorization" + _IN_DICT),
+    b"webhook": re.compile(rb"webhook" + _IN_DICT),
+}
 _PAIR: Final = re.compile(
     r"(?P<name>(?P<q>['\"])(?P<key>[\w.\-]+)(?P=q)\s*:\s*)"
     r"(?P<value>'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[\[{(].*)"
@@ -28,9 +47,28 @@ _BETWEEN_WORDS: Final = re.compile(r"(?<![:=\s]) (?![:=\s])")
 _LONG_WORD: Final = 6
 
 
-def may_hold_secret(form: bytes) -> bool:
-    """Whether lines of this form have to be looked at."""
-    return _SUSPECT.search(form.lower()) is not None
+def suspects(forms: Sequence[bytes]) -> Iterator[bytes]:
+    """The forms whose lines may hold a secret."""
+    lowered: dict[bytes, list[bytes]] = {}
+    for form in forms:
+        lowered.setdefault(form.lower(), []).append(form)
+    lines = list(lowered)
+    for word, pattern in _SUSPECT.items():
+        for low in lines_with((word,), lines):
+            if pattern.search(low):
+                yield from lowered[low]
+
+
+def lines_with(words: Sequence[bytes], lines: Sequence[bytes]) -> Iterator[bytes]:
+    """The lines in which one of the words occurs; may give a line more than once."""
+    text = b"\n".join(lines)
+    for word in words:
+        at = text.find(word)
+        while at >= 0:
+            end = text.find(b"\n", at)
+            end = end if end >= 0 else len(text)
+            yield text[text.rfind(b"\n", 0, at) + 1 : end]
+            at = text.find(word, end)
 
 
 def hushed(line: str) -> str:
@@ -39,7 +77,7 @@ def hushed(line: str) -> str:
     if len(line) <= _PIECE:
         return mask_text(line)
     return "".join(
-        mask_text(part) if may_hold_secret(part.encode(errors="replace")) else part
+        mask_text(part) if any(suspects([part.encode(errors="replace")])) else part
         for part in _parts(line)
     )
 

@@ -15,13 +15,19 @@ HALF_DIGIT: Final = 0.0005
 _STEP: Final = re.compile(r"(?:^|(?<=[\s\])>|:]))step:(\d{1,18}) - ")
 _BETWEEN: Final = " - "
 _NUMPY: Final = re.compile(r"(?:np|numpy)\.\w+\('?([^()']*)'?\)")
-_INTEGER: Final = re.compile(r"-?\d{1,400}")
-_FLOAT: Final = re.compile(r"-?(?:\d+\.\d+(?:e[+-]?\d{2,3})?|\d+e[+-]?\d{2,3}|nan|inf)")
+_PLAIN: Final = re.compile(
+    r" *(?:(-?(?:\d+\.\d+(?:e[+-]?\d{2,3})?|\d+e[+-]?\d{2,3}|nan|inf))"
+    r"|(-?\d{1,400})|(True|False)) *"
+)
+_FLOAT, _INTEGER = 1, 2
 _THREE_DECIMALS: Final = re.compile(r"-?(?:\d+\.\d{3}|nan|inf)")
 _NOTHING: Final = frozenset({"0.000", "-0.000"})
-_FLAGS: Final = {"True": True, "False": False}
 # A key of verl has a family and no spaces; so a line that lost its `step:` is told from prose.
 _TYPICAL_KEY: Final = re.compile(r"[\w.@()+-]+(?:/[\w.@()+-]+)+")
+_PAIR_AT_END: Final = re.compile(r"\w+/[\w.@/()+-]+:-?[\w.()+-]+$")
+_REPLACED: Final = "\ufffd"  # stands for bytes that are no UTF-8
+# Bytes that were no text, or a value inside: two pairs that became one.
+_NO_KEY: Final = re.compile(r"[\ufffd\x00-\x1f\x7f-\x9f]|:-?\d+\.\d")
 _NOT_IN_KEY: Final = re.compile(r"[ :]")
 _FEWEST: Final = 3
 _MOST_LINES: Final = 5000
@@ -54,14 +60,16 @@ def parse_record(text: str) -> Record | None:
     """The record of a line, or None when it is prose.
 
     What stands in front of `step:` without being known (another scheduler's label, a progress
-    bar that did not end its line) is no harm as long as everything behind it is a pair.
+    bar that did not end its line) is no harm as long as everything behind it is a pair. A
+    record without values is one of which nothing can be read.
     """
     found = record_start(text)
     if not found:
         return None
-    record = _pairs(int(found[1]), text[found.end() :].rstrip().split(_BETWEEN))
+    pieces = text[found.end() :].rstrip().split(_BETWEEN)
+    record = _pairs(int(found[1]), pieces)
     if not record.values:
-        return None
+        return record if not found.start() and _is_damaged(pieces[0]) else None
     if found.start() and not text[: found.start()].endswith("]"):
         believable = not record.dropped or is_orphan(text)
         return record if len(record.values) > 1 and believable else None
@@ -70,15 +78,17 @@ def parse_record(text: str) -> Record | None:
 
 def _pairs(step: int, pieces: Sequence[str]) -> Record:
     values: dict[str, Any] = {}
+    lost: set[str] = set()
     dropped: list[str] = []
     vanished: list[str] = []
     repeated, coarse = 0, True
     for piece in pieces:
         key, _, printed = piece.rpartition(":")
         value = number(printed)
-        if value is None or not key:
+        if value is None or not key or _NO_KEY.search(key):
             dropped.append(piece[:_SAMPLE])
-        elif key in values:
+            lost.add(piece.partition(":")[0])
+        elif key in values or key in lost:
             repeated += 1  # another record lost its line end: the first is believed
         elif key not in AXES:
             values[key] = value
@@ -88,27 +98,37 @@ def _pairs(step: int, pieces: Sequence[str]) -> Record:
     return Record(step, values, tuple(dropped), repeated, coarse, tuple(vanished))
 
 
+def _is_damaged(text: str) -> bool:
+    """Whether text was a pair once, rather than prose."""
+    return " " not in text or _has_junk(text)
+
+
+def _has_junk(text: str) -> bool:
+    return _REPLACED in text or not text.replace("\t", " ").isprintable()
+
+
 def number(printed: str) -> float | int | bool | None:
     """The value of a printed number, bare or in numpy's clothes; None when it is none.
 
     Strict, since a number that was cut (`0.`, `1e-`) must not pass for another one.
     """
-    printed = printed.strip(" ")
-    if _FLOAT.fullmatch(printed):
-        return float(printed)
-    if _INTEGER.fullmatch(printed):
-        return int(printed)
-    if printed in _FLAGS:
-        return _FLAGS[printed]
-    found = _NUMPY.fullmatch(printed)
-    return number(found[1]) if found else None
+    found = _PLAIN.fullmatch(printed)
+    if not found:
+        dressed = _NUMPY.fullmatch(printed.strip(" "))
+        return number(dressed[1]) if dressed else None
+    if found.lastindex == _FLOAT:
+        return float(found[_FLOAT])
+    if found.lastindex == _INTEGER:
+        return int(found[_INTEGER])
+    return found[0].strip(" ") == "True"
 
 
 def is_orphan(text: str) -> bool:
     """Whether a line holds verl's pairs without a step: the rest of a damaged or broken line."""
     pieces = text.split(_BETWEEN)
-    typical = sum(_is_pair(piece) for piece in pieces)
-    return typical >= _FEWEST
+    if sum(_is_pair(piece) for piece in pieces) >= _FEWEST:
+        return True
+    return (_has_junk(text) or text.startswith("step")) and bool(_PAIR_AT_END.search(text))
 
 
 def _is_pair(piece: str) -> bool:
@@ -149,9 +169,7 @@ class Broken:
         joined = _joined(last, more, max(width, known_width))
         if joined is None:
             return False
-        sure = (
-            not _whole(last) or _BETWEEN in joined or width == len(more) or width == known_width
-        )
+        sure = not _whole(last) or _BETWEEN in joined or width == len(more) or width == known_width
         if not sure:
             # "0.97" and then "8": a broken number, or a number that someone printed.
             self.unsure = longest <= width <= self.WIDEST
@@ -189,4 +207,3 @@ def _whole(piece: str) -> bool:
 def without_last_pair(text: str) -> str:
     """A record's text up to its last pair."""
     return text.rpartition(_BETWEEN)[0] + _BETWEEN + "?"
-

@@ -96,9 +96,7 @@ class Console:
             rows,
             skips,
             config=attempts.config,
-            extra=PassThrough(
-                console=tuple(transcript.console), unfinished=transcript.unfinished
-            ),
+            extra=PassThrough(console=tuple(transcript.console), unfinished=transcript.unfinished),
             ending=ending(attempts, transcript.console),
             started_at=began[0].stamp if began else None,
             restarts=tuple(attempts.restarts),
@@ -121,15 +119,12 @@ def _heard(events: Iterator[Event], began: list[Began]) -> Iterator[Event]:
 
 
 def _notebook(path: Path) -> Notebook:
-    with_tool = {"gzip": "zcat {path!r} | sed -n {{line}}p", "zstd": "zstdcat {path!r} | sed -n {{line}}p"}
     try:
         with path.open("rb") as stream:
             kind = packing(stream.read(8))
     except OSError:
-        kind = ""
-    viewer = with_tool.get(kind, "sed -n {{line}}p {path!r}")
-    escaped = repr(str(path)).replace("{", "{{").replace("}", "}}")
-    return Notebook(str(path), viewer.replace("{{", "{").replace("}}", "}").replace("{path!r}", escaped))
+        kind = ""  # it will be said when the file is read
+    return Notebook(str(path), {"gzip": "zcat", "zstd": "zstdcat"}.get(kind, ""))
 
 
 def _is_text(head: bytes) -> bool:
@@ -167,7 +162,7 @@ class _Look:
         path = self.candidate.path
         pieces = Unpacked(path)
         packed = bool(packing(self.candidate.head))
-        notes = Notebook(str(path), "{line}")
+        notes = Notebook(str(path), "")
         transcript = Transcript(notes, keep=False)
         limit = _UNPACKED_BYTES if packed else SEARCHED
         for stretch in stretches(pieces):
@@ -242,8 +237,7 @@ class _Look:
             detail = f"progress bars only; what was logged is in {other.name}"
             return Skip(SkipReason.NOT_RECOGNISED, place, detail)
         hint = (
-            "Keep standard output too (COMMAND > train.log 2>&1) and name console in "
-            "trainer.logger"
+            "Keep standard output too (COMMAND > train.log 2>&1) and name console in trainer.logger"
         )
         return Skip(SkipReason.NO_HISTORY, place, "progress bars, but no step: lines", hint)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
@@ -13,8 +14,9 @@ from verl_logsync.sources.console.hush import (
     hush_broken_block,
     hush_everywhere,
     hushed,
-    may_hold_secret,
+    lines_with,
     secrets_of,
+    suspects,
 )
 from verl_logsync.sources.console.lines import (
     LONGEST_LINE,
@@ -37,18 +39,35 @@ from verl_logsync.sources.console.records import (
 
 _DIGITS: Final = b"0123456789\0"
 # A line without its digits in which one of these occurs is looked at closely.
-_MARKS: Final = re.compile(
-    rb"step:|validation metrics|\{'|raining steps|Training from scratch|lobal step to"
-    rb"|Resuming from|INFO worker\.py|Syncing run |/runs/|file logger at"
-    rb"|actor/|critic/|train/|val-aux/|val-core/"
+_MARKS: Final = (
+    b"step:",
+    b"validation metrics",
+    b"{'",
+    b"raining steps",
+    b"Training from scratch",
+    b"lobal step to",
+    b"Resuming from",
+    b"INFO worker.py",
+    b"Syncing run ",
+    b"/runs/",
+    b"file logger at",
+    b"actor/",
+    b"critic/",
+    b"train/",
+    b"val-aux/",
+    b"val-core/",
 )
 _TOTAL: Final = re.compile(r"Total training steps: (\d{1,18})")
-_RESUMED: Final = re.compile(r"[Ss]etting global step to (\d{1,18})|Resuming from .*global_step_(\d{1,18})")
+_RESUMED: Final = re.compile(
+    r"[Ss]etting global step to (\d{1,18})|Resuming from .*global_step_(\d{1,18})"
+)
 _SCRATCH: Final = "Training from scratch"
 _RAY_STARTS: Final = "INFO worker.py"
 _LOGGER: Final = re.compile(r"Creating file logger at (.*?([^/]+)/([^/]+)\.jsonl)\s*$")
 _SYNCING: Final = re.compile(r"Syncing run (\S.*?)\s*$")
-_VIEW: Final = re.compile(r"View run(?: (?P<name>\S.*?))? at:? https?://[^\s/]+/(?P<entity>[^/\s]+)/(?P<project>[^/\s]+)/runs/(?P<id>[^/\s?]+)")
+_VIEW: Final = re.compile(
+    r"View run(?: (?P<name>\S.*?))? at:? https?://[^\s/]+/(?P<entity>[^/\s]+)/(?P<project>[^/\s]+)/runs/(?P<id>[^/\s?]+)"
+)
 # So many lines at the start of a file are searched for a time.
 _OPENING: Final = 200
 _KNOWN_BYTES: Final = 16 << 20
@@ -125,10 +144,10 @@ Event = Step | Config | Validation | Sign | Named | Began
 
 @dataclass(slots=True)
 class Notebook:
-    """What was left out, and a file's name and how to look at a line of it."""
+    """What was left out of a file; `unpacker` is the command that unpacks it, if any."""
 
     place: str
-    viewer: str
+    unpacker: str
     skips: list[Skip] = field(default_factory=list)
     more: dict[SkipReason, int] = field(default_factory=dict)
 
@@ -138,7 +157,9 @@ class Notebook:
             self.more[reason] = self.more.get(reason, 0) + records
             return
         place = f"{self.place}:{at.line} (byte {at.offset})"
-        hint = f"See it with: {self.viewer.format(line=at.line)} | head -c 300"
+        line = f"sed -n {at.line}p"
+        shown_by = f"{self.unpacker} {self.place!r} | {line}" if self.unpacker else ""
+        hint = f"See it with: {shown_by or f'{line} {self.place!r}'} | head -c 300"
         self.skips.append(Skip(reason, place, detail, hint, records))
 
     def all(self) -> tuple[Skip, ...]:
@@ -181,32 +202,51 @@ class Transcript:
         if stretch.too_long:
             self._too_long(stretch)
             begun, offset = 1, offset + len(lines[0]) + 1
-        for index in range(begun, len(lines)):
-            form = forms[index]
-            kind = self._known.get(form)
-            if kind is None:
-                kind = self._classify(form)
-            if kind == _NOISE and not self._attentive(stretch.number + index):
-                continue
+        kinds = self._kinds(forms)
+        marked = [index for index, kind in enumerate(kinds) if kind]
+        index = begun
+        while index < len(lines):
+            if not self._busy and index >= self._opening(stretch.number):
+                position = bisect_left(marked, index)
+                if position == len(marked):
+                    break
+                index = marked[position]
             self._noise(lines[begun:index])
             offset += sum(map(len, lines[begun:index])) + index - begun
-            yield from self._line(lines[index], stretch.number + index, offset, kind)
-            begun, offset = index + 1, offset + len(lines[index]) + 1
+            yield from self._line(lines[index], stretch.number + index, offset, kinds[index])
+            offset += len(lines[index]) + 1
+            begun = index = index + 1
         self._noise(lines[begun:])
 
-    def _attentive(self, number: int) -> bool:
-        """Whether every line counts now."""
-        opening = self._began is None and number <= _OPENING
-        return self._open is not None or bool(self._blocks) or opening
+    @property
+    def _busy(self) -> bool:
+        """Whether every line counts now, since something goes on in the next one."""
+        return self._open is not None or bool(self._blocks)
 
-    def _classify(self, form: bytes) -> int:
-        kind = (_MARK if _MARKS.search(form) else 0) | (_SECRET if may_hold_secret(form) else 0)
-        self._known_bytes += len(form)
+    def _opening(self, number: int) -> int:
+        """How many lines after that one are searched for a time."""
+        return max(0, _OPENING - number) if self._began is None else 0
+
+    def _kinds(self, forms: list[bytes]) -> list[int]:
+        """What a line of each form may mean; forms are remembered, since most come again."""
         if self._known_bytes > _KNOWN_BYTES:
             self._known.clear()
-            self._known_bytes = len(form)
-        self._known[form] = kind
-        return kind
+            self._known_bytes = 0
+        try:
+            return list(map(self._known.__getitem__, forms))
+        except KeyError:
+            self._learn(set(forms) - self._known.keys())
+        return list(map(self._known.__getitem__, forms))
+
+    def _learn(self, forms: set[bytes]) -> None:
+        self._known_bytes += sum(map(len, forms))
+        new = list(forms)
+        self._known.update(dict.fromkeys(new, _NOISE))
+        for form in lines_with(_MARKS, new):
+            self._known[form] |= _MARK
+        if self._keep:
+            for form in suspects(new):
+                self._known[form] |= _SECRET
 
     def _noise(self, lines: list[bytes]) -> None:
         """Lines without a meaning for us, many at once."""
@@ -217,7 +257,7 @@ class Transcript:
             text = text.replace("\0", "")
         pieces = text.split("\n")
         if "\r" in text:
-            pieces = [last_return(piece) for piece in pieces]
+            pieces = [last_return(piece) if "\r" in piece else piece for piece in pieces]
         self._longest = max(self._longest, *map(len, pieces))
         self.console.extend(pieces)
 
@@ -354,6 +394,10 @@ class Transcript:
         if record is None:
             return
         self._longest = max(self._longest, broken.width)
+        if not record.values:
+            detail = f"nothing of step {record.step} can be read"
+            self._notes.skip(at, SkipReason.MALFORMED, detail, 1)
+            return
         if record.dropped:
             detail = (
                 f"{len(record.dropped)} values of step {record.step} cannot be read: "

@@ -74,7 +74,7 @@ class Unpacked:
 
     def _unpacked(self, kind: str, first: bytes, stream: BinaryIO) -> Iterator[bytes]:
         place = str(self._path)
-        errors = (zlib.error, *_zstd_errors())
+        errors: tuple[type[Exception], ...] = (zlib.error, *_zstd_errors())
         unpacker: _Unpacker | None = None
         rest = b""
         for data in _read_on(first, stream):
