@@ -25,7 +25,7 @@ _AROUND: Final = tuple(
     re.compile(pattern)
     for pattern in (
         # containerd's files name the stream and whether the line is whole (F) or a piece (P)
-        rf"\[?{_STAMP}\]?(?: std(?:out|err) (?P<whole>[FP])(?: |$)|[ \t]|: |$)",
+        rf"\[?{_STAMP}\]?(?: std(?:out|err) (?P<flag>[FP])(?: |$)|[ \t]|: |$)",
         r" {0,3}\d{1,5}: ",  # srun --label
         r"\[?\d{2}:\d{2}:\d{2}(?:[.,]\d{1,9})?\]?[ \t]",
         rf"{_MONTH} [ \d]?\d \d{{2}}:\d{{2}}:\d{{2}} ",  # syslog, journald, ts
@@ -37,7 +37,7 @@ _AROUND: Final = tuple(
 )
 _RAY: Final = re.compile(r"\((?P<who>[^()]*?)\bpid=(?P<pid>\d+)(?:, ip=(?P<ip>[^()\s]+))?\)(?: |$)")
 _REPEATED: Final = re.compile(r" \[repeated \d+x across cluster\](?: \(Ray deduplicates.*)?$")
-_RECORD: Final = re.compile(r"step:\d+ - ")
+_RECORD: Final = re.compile(r"(?:^|\s)step:\d+ -")
 # "2026-12-01 03:33:07,261	INFO worker.py" (Ray), "INFO:2026-12-01 03:33:38,568:" (verl 0.9)
 _INNER_STAMP: Final = re.compile(rf"(?:[A-Z]+:)?{_STAMP}[\t :]")
 _NEVER_MORE: Final = 8
@@ -99,7 +99,7 @@ class Content(NamedTuple):
     `stamp` is the time that a container or scheduler put in front (seconds since 1970, UTC),
     `owner` the process by Ray's prefix. `bare` lines had nothing in front of them; of a
     `partial` one the rest is in the next line. `hidden` is text that a carriage return hides
-    although it belongs to a record.
+    although it belongs to a record; `whole` is the text with all that they hide.
     """
 
     text: str
@@ -107,6 +107,7 @@ class Content(NamedTuple):
     owner: str
     bare: bool
     partial: bool
+    whole: str
     hidden: str = ""
 
 
@@ -134,16 +135,17 @@ def last_return(line: str) -> str:
 def content(line: str) -> Content:
     """Take apart a line that has no escape sequences any more."""
     line = line.replace("\0", "").rstrip("\r")
-    text, stamp, owner, whole = _unwrapped(line)
+    text, stamp, owner, flag = _unwrapped(line)
     bare = text is line
-    hidden = ""
+    whole, hidden = text, ""
     if "\r" in text:
+        whole = text.replace("\r", "")
         text, hidden = _after_return(text)
         text, inner_stamp, inner_owner, _ = _unwrapped(text)
         stamp, owner = stamp or inner_stamp, owner or inner_owner
     if text.endswith((" cluster]", ")")):
         text = _REPEATED.sub("", text)
-    return Content(text, stamp, owner, bare, whole == "P", hidden)
+    return Content(text, stamp, owner, bare, flag == "P", whole, hidden)
 
 
 def _after_return(text: str) -> tuple[str, str]:
@@ -157,8 +159,8 @@ def _after_return(text: str) -> tuple[str, str]:
 
 
 def _unwrapped(line: str) -> tuple[str, float | None, str, str]:
-    """A line without what stands in front: text, stamp, owner, CRI's mark."""
-    text, stamp, owner, whole = line, None, "", ""
+    """A line without what stands in front: text, stamp, owner, containerd's flag."""
+    text, stamp, owner, flag = line, None, "", ""
     for _ in range(_NEVER_MORE):
         found = _RAY.match(text)
         if found:
@@ -173,9 +175,9 @@ def _unwrapped(line: str) -> tuple[str, float | None, str, str]:
         groups = found.groupdict()
         if "date" in groups:
             stamp = stamp or seconds(found)
-            whole = groups["whole"] or whole
+            flag = groups["flag"] or flag
         text = text[found.end() :]
-    return text, stamp, owner, whole
+    return text, stamp, owner, flag
 
 
 def inner_stamp(text: str) -> float | None:

@@ -25,9 +25,11 @@ _NOTHING: Final = frozenset({"0.000", "-0.000"})
 # A key of verl has a family and no spaces; so a line that lost its `step:` is told from prose.
 _TYPICAL_KEY: Final = re.compile(r"[\w.@()+-]+(?:/[\w.@()+-]+)+")
 _PAIR_AT_END: Final = re.compile(r"\w+/[\w.@/()+-]+:-?[\w.()+-]+$")
+_BEGINS_AS_PAIR: Final = re.compile(r"\w+/[\w.@/()+-]+:-?\d")
+_BROKEN_HEAD: Final = re.compile(r"step:\d{1,18} -(?! )")
 _REPLACED: Final = "\ufffd"  # stands for bytes that are no UTF-8
 # Bytes that were no text, or a value inside: two pairs that became one.
-_NO_KEY: Final = re.compile(r"[\ufffd\x00-\x1f\x7f-\x9f]|:-?\d+\.\d")
+_NO_KEY: Final = re.compile(r"[\ufffd\x00-\x1f\x7f-\x9f]|:-?\d")
 _NOT_IN_KEY: Final = re.compile(r"[ :]")
 _FEWEST: Final = 3
 _MOST_LINES: Final = 5000
@@ -100,7 +102,7 @@ def _pairs(step: int, pieces: Sequence[str]) -> Record:
 
 def _is_damaged(text: str) -> bool:
     """Whether text was a pair once, rather than prose."""
-    return " " not in text or _has_junk(text)
+    return " " not in text or _has_junk(text) or _BEGINS_AS_PAIR.match(text) is not None
 
 
 def _has_junk(text: str) -> bool:
@@ -123,12 +125,18 @@ def number(printed: str) -> float | int | bool | None:
     return found[0].strip(" ") == "True"
 
 
-def is_orphan(text: str) -> bool:
-    """Whether a line holds verl's pairs without a step: the rest of a damaged or broken line."""
+def is_orphan(text: str, first_key: str = "") -> bool:
+    """Whether a line holds verl's pairs without a step: the rest of a damaged or broken line.
+
+    Args:
+        text: a line that is no record.
+        first_key: of the records of this file, if it is known.
+    """
     pieces = text.split(_BETWEEN)
-    if sum(_is_pair(piece) for piece in pieces) >= _FEWEST:
+    if sum(_is_pair(piece) for piece in pieces) >= _FEWEST or _BROKEN_HEAD.match(text):
         return True
-    return (_has_junk(text) or text.startswith("step")) and bool(_PAIR_AT_END.search(text))
+    likely = _has_junk(text) or text.startswith("step") or f" {first_key}:" in f" {text}"
+    return likely and bool(_PAIR_AT_END.search(text))
 
 
 def _is_pair(piece: str) -> bool:

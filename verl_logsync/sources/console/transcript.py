@@ -187,6 +187,7 @@ class Transcript:
         self._width = 0
         self._longest = 0
         self._orphan = -1
+        self._first_key = "?"
         self._secrets: frozenset[str] = frozenset()
 
     # -- lines -----------------------------------------------------------------------------
@@ -360,7 +361,7 @@ class Transcript:
         kind = block_start(text)
         if kind:
             yield from self._block_starts(at, kind, text)
-        elif is_orphan(text):
+        elif is_orphan(inside.whole, self._first_key):
             if self._orphan != at.line - 1:
                 detail = "values without a step: the beginning of the line is lost"
                 self._notes.skip(at, SkipReason.NO_STEP, detail, 1)
@@ -409,6 +410,7 @@ class Transcript:
         if record.repeated:
             detail = f"two records in one line: {record.repeated} keys come twice"
             self._notes.skip(at, SkipReason.MALFORMED, detail, 1)
+        self._first_key = next(iter(record.values))
         yield Step(at, record)
 
     # -- blocks ----------------------------------------------------------------------------
