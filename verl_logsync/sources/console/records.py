@@ -192,7 +192,7 @@ class Broken:
     @property
     def complete(self) -> bool:
         """Whether its last pair is whole."""
-        return _whole(self.text.rpartition(_BETWEEN)[2])
+        return number(self.text.rpartition(":")[2]) is not None
 
 
 def _joined(last: str, more: str, width: int) -> str | None:

@@ -61,14 +61,14 @@ class Console:
             return None
         if not candidate.head.strip(b"\0\r\n ") or not _is_text(candidate.head):
             return None
-        look = _Look(candidate)
+        look, named_so = _Look(candidate), _CONSOLE_NAME.search(candidate.path.name)
         try:
             look.search()
         except NoDecompressor as error:
-            named_so = _CONSOLE_NAME.search(candidate.path.name)
             return _unusable(candidate, SkipReason.UNREADABLE, error) if named_so else None
         except NotALog as error:
-            return _unusable(candidate, SkipReason.CORRUPT, error) if look.is_ours else None
+            ours = named_so or look.is_ours or look.first is not None
+            return _unusable(candidate, SkipReason.CORRUPT, error) if ours else None
         except InputError as error:
             return _unusable(candidate, SkipReason.UNREADABLE, error)
         if look.first is None:

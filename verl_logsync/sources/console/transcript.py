@@ -289,14 +289,15 @@ class Transcript:
         text = without_ansi(stretch.data.decode(errors="replace"))
         inside = content(text)
         at = Printed(stretch.number, stretch.offset, inside.owner, inside.stamp)
+        starts = record_start(inside.text) is not None
         if self._open is not None:
             before, broken, partial = self._open
-            if partial or (inside.bare and self._may_go_on(broken)):
+            if partial or (inside.bare and not starts and self._may_go_on(broken)):
                 self._unfinished(before)
             else:
                 yield from self._closed()
-        elif record_start(inside.text):
-            self._notes.skip(at, SkipReason.PARTIAL_LINE, _UNFINISHED)
+        if starts:
+            self._unfinished(at)
         if self._keep:
             self.unfinished = hushed(shown(text))
 
