@@ -11,7 +11,14 @@ from verl_logsync.interfaces import Source
 from verl_logsync.sources.console import Console
 from verl_logsync.sources.hydra import Hydra
 from verl_logsync.sources.offline_run import OfflineRun
+from verl_logsync.sources.tensorboard import TensorBoard
 from verl_logsync.sources.verl_file import VerlFile
 
 #: In the order in which they are asked whether a file is theirs.
-SOURCES: Final[tuple[Source, ...]] = (OfflineRun(), Hydra(), VerlFile(), Console())
+SOURCES: Final[tuple[Source, ...]] = (
+    OfflineRun(),
+    Hydra(),
+    TensorBoard(),
+    VerlFile(),
+    Console(),
+)
