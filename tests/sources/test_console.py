@@ -110,7 +110,7 @@ def test_agrees_with_the_file_logger_bit_for_bit(path: Path) -> None:
 
 
 def test_merged_log_is_complete() -> None:
-    """41 records, each once, the two decoys ignored, nothing left out."""
+    """Verl case E35: 41 records, each once, the two decoys ignored, nothing left out."""
     reading = read(MERGED)
     assert [step for step, _ in rows(reading)] == list(range(41))
     assert reading.skips == ()
@@ -119,7 +119,7 @@ def test_merged_log_is_complete() -> None:
 
 
 def test_three_decimals_are_within_half_a_digit() -> None:
-    """Verl up to 0.4.1 rounds: the values agree within 5e-4 and the reading says so."""
+    """Verl case E37: verl up to 0.4.1 rounds; values agree within 5e-4, the reading says so."""
     expected, reading = truth(), read(COARSE)
     compared = 0
     for step, values in rows(reading):
@@ -131,7 +131,7 @@ def test_three_decimals_are_within_half_a_digit() -> None:
 
 
 def test_what_vanished_in_three_decimals_is_marked() -> None:
-    """A learning rate of 1e-06 is printed as 0.000: below precision, not zero."""
+    """Verl case E37: a rate of 1e-06 is printed as 0.000: below precision, not zero."""
     reading = read(COARSE)
     assert "actor/lr" in reading.below_precision
     assert "response_length/mean" not in reading.below_precision
@@ -340,7 +340,7 @@ def test_decoys_are_ignored(decoy: str, log: Log) -> None:
 
 
 def test_c7_numpy_and_other_values(log: Log) -> None:
-    """C7: numbers in numpy's clothes, NaN, infinities, booleans and large integers as they are."""
+    """C7, verl case C23: numpy's clothes, NaN, infinities, booleans, large integers."""
     line = (
         "step:3 - a:np.float64(0.5) - b:np.int64(3) - c:nan - d:True - e:np.float32(0.1) - f:-inf"
         " - g:np.float64(nan) - h:5e-324 - i:1e+16 - j:-0.0 - k:18014398509481985 - l:False"
@@ -552,7 +552,7 @@ FINAL = block("Final", "'val-core/x/acc/mean@4': ", "np.float64(0.75), ", "'val-
 
 
 def test_b5_final_validation_is_added_to_the_last_step(log: Log) -> None:
-    """B5: values that only the final block shows belong to the last step."""
+    """B5, verl case A4: values that only the final block shows belong to the last step."""
     reading = read(log(RAY + "step:99 - actor/a:1", RAY + "step:100 - actor/a:2", *FINAL))
     assert rows(reading) == [
         (99, {"actor/a": 1}),
@@ -572,7 +572,7 @@ def test_blocks_add_nothing_to_what_the_step_line_says(log: Log) -> None:
 
 
 def test_blocks_are_joined_although_others_speak(log: Log) -> None:
-    """Lines of other workers, and of other streams of the same one, may stand in a block."""
+    """Verl case E34: lines of other workers and other streams may stand in a block."""
     first, second, third = FINAL
     noise = ["(WorkerDict pid=5) hello", RAY + "INFO:2026-12-01 03:33:38,568:Saved", "driver"]
     reading = read(log(RAY + "step:4 - actor/a:1", first, *noise, second, *noise, third))
