@@ -9,10 +9,12 @@ from typing import Final
 
 from verl_logsync.interfaces import Source
 from verl_logsync.sources.checkpoint import Checkpoint
+from verl_logsync.sources.console import Console
 from verl_logsync.sources.hydra import Hydra
 from verl_logsync.sources.offline_run import OfflineRun
 from verl_logsync.sources.rollouts import Rollouts
 from verl_logsync.sources.step_log import StepLog
+from verl_logsync.sources.tensorboard import TensorBoard
 from verl_logsync.sources.verl_file import VerlFile
 
 #: The source whose logs are begun anew at every start of a job.
@@ -24,6 +26,8 @@ SOURCES: Final[tuple[Source, ...]] = (
     Hydra(),
     Checkpoint(),
     Rollouts(),
+    TensorBoard(),
     StepLog(),
     VerlFile(),
+    Console(),
 )

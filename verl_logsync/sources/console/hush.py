@@ -1,0 +1,145 @@
+"""Secrets in a console's lines, found fast: most lines of a log differ in their digits only.
+
+A *form* is a line without its digits. Whether a line may hold a secret is told by its form.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from verl_logsync.secrets_mask import MASK, is_secret_name, mask_config, mask_text
+
+_IN_DICT: Final = rb"\w*['\"]\s*:"
+# By a word that occurs in it: whatever `mask_text` could change, and names of secrets that are
+# printed as a dict's keys. (Words are found faster than patterns.) A number is no secret.
+_SUSPECT: Final = {
+    b"://": re.compile(rb"://[^\s/]*@"),
+    b"hf_": re.compile(rb"hf_"),
+    b"sk-": re.compile(rb"sk-"),
+    b"gh": re.compile(rb"gh[pousr]_"),
+    b"akia": re.compile(rb"akia"),
+    b"xox": re.compile(rb"xox[abprs]-"),
+    b"wandb_v": re.compile(rb"wandb_v"),
+    b"hooks.slack": re.compile(rb"hooks\.slack"),
+    b"bearer": re.compile(rb"bearer"),
+    b"basic": re.compile(rb"basic\s"),
+    b"key": re.compile(rb"(?:api|access)[_-]?key|key" + _IN_DICT),
+    b"secret": re.compile(rb"secret"),
+    b"pass": re.compile(rb"passw(?:or)?d|pass" + _IN_DICT),
+    b"pwd": re.compile(rb"pwd" + _IN_DICT),
+    b"token": re.compile(
+        rb"token(?!:-?\.?(?:e[+-]?)?(?: - |$)|:np\.float\()[=\s:\x1b]|token" + _IN_DICT
+    ),
+    b"credential": re.compile(rb"credential" + _IN_DICT),
+    b"authorization": re.compile(rb"authorization" + _IN_DICT),
+    b"webhook": re.compile(rb"webhook" + _IN_DICT),
+}
+_PAIR: Final = re.compile(
+    r"(?P<name>(?P<q>['\"])(?P<key>[\w.\-]+)(?P=q)\s*:\s*)"
+    r"(?P<value>'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[\[{(].*)"
+)
+_QUOTED: Final = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
+# `mask_text` looks at every word as the start of an address, so long text is given in pieces.
+_PIECE: Final = 2048
+_BETWEEN_WORDS: Final = re.compile(r"(?<![:=\s]) (?![:=\s])")
+_LONG_WORD: Final = 6
+
+
+def suspects(forms: Sequence[bytes]) -> Iterator[bytes]:
+    """The forms whose lines may hold a secret."""
+    lowered: dict[bytes, list[bytes]] = {}
+    for form in forms:
+        lowered.setdefault(form.lower(), []).append(form)
+    lines = list(lowered)
+    for word, pattern in _SUSPECT.items():
+        for low in lines_with((word,), lines):
+            if pattern.search(low):
+                yield from lowered[low]
+
+
+def lines_with(words: Sequence[bytes], lines: Sequence[bytes]) -> Iterator[bytes]:
+    """The lines in which one of the words occurs; may give a line more than once."""
+    text = b"\n".join(lines)
+    for word in words:
+        at = text.find(word)
+        while at >= 0:
+            end = text.find(b"\n", at)
+            end = end if end >= 0 else len(text)
+            yield text[text.rfind(b"\n", 0, at) + 1 : end]
+            at = text.find(word, end)
+
+
+def hushed(line: str) -> str:
+    """A line without the secrets that can be told by their form or by a dict's key."""
+    line = _PAIR.sub(_hushed_pair, line)
+    if len(line) <= _PIECE:
+        return mask_text(line)
+    return "".join(
+        mask_text(part) if any(suspects([part.encode(errors="replace")])) else part
+        for part in _parts(line)
+    )
+
+
+def _parts(line: str) -> Iterator[str]:
+    """A long line in pieces that end between words, never between a name and its value."""
+    start = 0
+    for space in _BETWEEN_WORDS.finditer(line):
+        if space.start() - start >= _PIECE:
+            yield line[start : space.start()]
+            start = space.start()
+    yield line[start:]
+
+
+def _hushed_pair(found: re.Match[str]) -> str:
+    if not is_secret_name(found["key"]):
+        return found[0]
+    value = found["value"]
+    if value[0] in "[{(":
+        return found["name"] + without_strings(value)
+    return found["name"] + repr(MASK)
+
+
+def without_strings(text: str) -> str:
+    """Text in which every quoted string is masked, whatever it is."""
+    return _QUOTED.sub(repr(MASK), text)
+
+
+def secrets_of(config: Mapping[str, Any]) -> frozenset[str]:
+    """The texts of a config that are masked before it is sent, as they may be printed."""
+    found: set[str] = set()
+    _collect(config, mask_config(config), found)
+    return frozenset(found)
+
+
+def _collect(value: Any, masked: Any, found: set[str]) -> None:
+    if isinstance(value, Mapping) and isinstance(masked, Mapping):
+        for key, item in value.items():
+            _collect(item, masked.get(str(key)), found)
+    elif isinstance(value, list | tuple) and isinstance(masked, list):
+        for item, mask in zip(value, masked, strict=False):
+            _collect(item, mask, found)
+    elif isinstance(value, str) and value != masked and masked == MASK:
+        found.update((value, repr(value)[1:-1]))
+        # pprint breaks long strings at their spaces.
+        found.update(word for word in value.split() if len(word) >= _LONG_WORD)
+
+
+def hush_everywhere(lines: list[str], secrets: frozenset[str]) -> None:
+    """Mask known secrets in all lines, in place."""
+    longest_first = sorted((s for s in secrets if len(s) >= _LONG_WORD), key=len, reverse=True)
+    for secret in longest_first:
+        for index, line in enumerate(lines):
+            if secret in line:
+                lines[index] = line.replace(secret, MASK)
+
+
+def hush_broken_block(lines: list[str], entries: Sequence[int]) -> None:
+    """Mask the strings of a config that was cut, from its first secret name on, in place."""
+    suspicious = False
+    for entry in entries:
+        names = re.findall(r"['\"]([\w.\-]+)['\"]\s*:", lines[entry])
+        suspicious = suspicious or any(map(is_secret_name, names))
+        if suspicious:
+            lines[entry] = without_strings(lines[entry])
