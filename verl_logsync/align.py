@@ -378,7 +378,7 @@ def _origins(attempts: Sequence[AttemptReading], rows: _Rows, kept: _Bools) -> I
             int(steps[first]),
             int(steps[after - 1]),
             max(files[m][0] for m in members),
-            tuple(files[m][1] for m in members),
+            tuple(dict.fromkeys(files[m][1] for m in members)),
         )
 
 

@@ -165,7 +165,37 @@ def _without_copies(files: Sequence[LogFile]) -> tuple[list[LogFile], list[Skip]
                 detail = f"the same as the beginning of {original.place}"
                 skips.append(Skip(SkipReason.DUPLICATE, file.place, detail))
         kept.extend(whole)
-    return sorted(kept, key=lambda file: file.place), skips
+    kept, captures = _without_captures(kept)
+    return sorted(kept, key=lambda file: file.place), skips + captures
+
+
+def _without_captures(files: Sequence[LogFile]) -> tuple[list[LogFile], list[Skip]]:
+    """Drop console text that was caught twice: by Ray, by the scheduler, by `tee`.
+
+    Its decoration differs, so that no bytes agree; its records do.
+    """
+    caught: dict[tuple[str, str, int | None], list[LogFile]] = {}
+    rest: list[LogFile] = []
+    for file in files:
+        facts = file.facts
+        if file.source == "console" and facts.training_digest:
+            key = (facts.head_digest, facts.training_digest, facts.first_step)
+            caught.setdefault(key, []).append(file)
+        else:
+            rest.append(file)
+    skips: list[Skip] = []
+    for group in caught.values():
+        longest, *others = sorted(group, key=_completeness, reverse=True)
+        rest.append(longest)
+        for file in others:
+            detail = f"the same records as in {longest.place}"
+            skips.append(Skip(SkipReason.DUPLICATE, file.place, detail))
+    return rest, skips
+
+
+def _completeness(file: LogFile) -> tuple[int, bool, bool, int, str]:
+    facts = file.facts
+    return facts.last_step or 0, bool(facts.name), bool(facts.config), file.stamp.size, file.place
 
 
 def _is_beginning(file: LogFile, other: LogFile) -> bool:

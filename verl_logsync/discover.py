@@ -219,11 +219,13 @@ def _is_log_like(path: Path) -> bool:
 
 
 def _not_recognised(path: Path, stamp: Stamp) -> Skip:
-    if stamp.size == 0:
+    if stamp.size == 0 or path.name.startswith("main_ppo.log"):
+        # Hydra's log of the driver: verl's workers log elsewhere.
+        what = "empty; " if stamp.size == 0 else ""
         return Skip(
             SkipReason.NOT_RECOGNISED,
             str(path),
-            "empty; verl's metrics are not in this file",
+            f"{what}verl's metrics are not in this file",
             "Look for EXPERIMENT.jsonl, a console log or a wandb/ folder",
         )
     return Skip(SkipReason.NOT_RECOGNISED, str(path), "no source knows its content")

@@ -92,7 +92,7 @@ def _pieces(file: LogFile, reading: Reading, attempt: int) -> Iterator[_Piece]:
     for number, (start, end) in enumerate(cuts):
         last = number == len(cuts) - 1
         yield _Piece(
-            _named(file, reading, start, number),
+            file if len(cuts) == 1 else _named(file, reading, start, end, number),
             _cut(reading, start, end, first=number == 0, last=last),
             attempt,
             start.started_at,
@@ -101,15 +101,16 @@ def _pieces(file: LogFile, reading: Reading, attempt: int) -> Iterator[_Piece]:
         )
 
 
-def _named(file: LogFile, reading: Reading, start: Restart, number: int) -> LogFile:
+def _named(file: LogFile, reading: Reading, start: Restart, end: int, number: int) -> LogFile:
     """The file, as the log of its n-th start: clocks are pinned by the first record's digest."""
+    steps = reading.rows.column(STEP).to_numpy()[start.row : end]
+    facts = replace(file.facts, last_step=int(steps.max()) if len(steps) else None)
     if number == 0:
-        return file
-    first = int(reading.rows.column(STEP)[start.row].as_py())
+        return replace(file, facts=facts)
     facts = replace(
-        file.facts,
-        head_digest=f"{file.facts.head_digest}#{number}",
-        first_step=first,
+        facts,
+        head_digest=f"{facts.head_digest}#{number}",
+        first_step=int(steps[0]) if len(steps) else None,
         started_at=start.started_at,
         attempt_id=start.attempt_id,
     )

@@ -54,7 +54,9 @@ def _print_text(found: Any, loaded: Any, settings: Settings, verbose: bool) -> N
             )
             ready = readiness_of(result, settings, time.time())
             state = f"{ready.state}, time {history.clock}"
-            lines = list(run_lines(run, state, rows, result.account, verbose=verbose))
+            lines = list(
+                run_lines(run, state, rows, result.account, result.attempts, verbose=verbose)
+            )
             lines.extend(f"  {note}" for note in ready.notes)
         for line in lines:
             say(line)
@@ -72,6 +74,7 @@ def _print_json(found: Any, loaded: Any, settings: Settings) -> None:
     from verl_logsync.pipeline import readiness_of
     from verl_logsync.reports.as_json import (
         account_values,
+        attempts_values,
         catalog_values,
         error_values,
     )
@@ -90,4 +93,5 @@ def _print_json(found: Any, loaded: Any, settings: Settings) -> None:
         ready = readiness_of(result, settings, time.time())
         entry["state"], entry["state_notes"] = ready.state, list(ready.notes)
         entry["account"] = account_values(result.account)
+        entry["attempts"] = attempts_values(result.attempts)
     click.echo(orjson.dumps(values, option=orjson.OPT_INDENT_2).decode())

@@ -46,7 +46,10 @@ _STORED: Final = "stored rows"
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """One run, read and aligned. `continued` says that rows of the server are in it."""
+    """One run, read and aligned.
+
+    `attempts` are those that the rows tell of; `continued` says that rows of the server are in it.
+    """
 
     run: RunSources
     history: History
@@ -54,6 +57,7 @@ class Loaded:
     around: Surroundings
     pins: Mapping[str, float]
     started_at: float | None
+    attempts: tuple[Attempt, ...]
     continued: bool = False
 
 
@@ -86,7 +90,8 @@ def load(
     )
     around = assemble(attempts[len(stored) :], configs)
     account = _with_belongings(account, engine, run)
-    return Loaded(run, history, account, around, clocked.pins, clocked.started_at)
+    own = tuple(reading.attempt for reading in attempts[len(stored) :])
+    return Loaded(run, history, account, around, clocked.pins, clocked.started_at, own)
 
 
 def _with_belongings(account: Account, engine: Engine, run: RunSources) -> Account:

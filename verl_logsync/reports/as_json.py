@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from verl_logsync.errors import LogsyncError
-from verl_logsync.model import Account, Catalog, LogFile, Outcome, Report, RunSources, Skip
+from verl_logsync.model import Account, Attempt, Catalog, LogFile, Outcome, Report, RunSources, Skip
 
 
 def report_values(report: Report) -> dict[str, Any]:
@@ -116,21 +117,26 @@ def run_values(run: RunSources) -> dict[str, Any]:
         "run_id_from": run.id_from,
         "name": run.name,
         "config_fingerprint": run.fingerprint,
-        "attempts": [
-            {
-                "first_step": attempt.first_step,
-                "last_step": attempt.last_step,
-                "started_at": attempt.started_at,
-                "ordered_by": attempt.ordered_by,
-                "files": [_file_values(file) for file in attempt.files],
-            }
-            for attempt in run.attempts
-        ],
+        "attempts": attempts_values(run.attempts),
         "configs": [file.place for file in run.configs],
         "rollouts": [file.place for file in run.rollouts],
         "checkpoints": [file.place for file in run.checkpoints],
         "notes": list(run.notes),
     }
+
+
+def attempts_values(attempts: Iterable[Attempt]) -> list[dict[str, Any]]:
+    """Starts of a job and the files that tell of them."""
+    return [
+        {
+            "first_step": attempt.first_step,
+            "last_step": attempt.last_step,
+            "started_at": attempt.started_at,
+            "ordered_by": attempt.ordered_by,
+            "files": [_file_values(file) for file in attempt.files],
+        }
+        for attempt in attempts
+    ]
 
 
 def _file_values(file: LogFile) -> dict[str, Any]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from verl_logsync.errors import LogsyncError
 from verl_logsync.model import (
     HARMLESS,
     Account,
     Action,
+    Attempt,
     Catalog,
     LogFile,
     Outcome,
@@ -126,12 +127,23 @@ def _rank(file: LogFile) -> str:
 
 
 def run_lines(
-    run: RunSources, state: str, rows: str, account: Account | None, *, verbose: bool = False
+    run: RunSources,
+    state: str,
+    rows: str,
+    account: Account | None,
+    attempts: Sequence[Attempt] = (),
+    *,
+    verbose: bool = False,
 ) -> Iterator[str]:
-    """One run of a scan; `verbose` names the files that each step comes from."""
+    """One run of a scan.
+
+    Args:
+        attempts: those that reading the rows told of; without them what the quick look told.
+        verbose: name the files that each step comes from.
+    """
     target = run.target
     yield f"{target.project}/{run.name}  run {target.run_id} ({run.id_from}), {rows}, {state}"
-    for number, attempt in enumerate(run.attempts, 1):
+    for number, attempt in enumerate(attempts or run.attempts, 1):
         span = f"{attempt.first_step}..{attempt.last_step}"
         yield f"  attempt {number} ({attempt.ordered_by}): steps {span}"
         yield from (f"    {file.source:12} {file.place}{_rank(file)}" for file in attempt.files)

@@ -1,0 +1,85 @@
+"""A run that is put together from everything that a job leaves behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import verl_logsync
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+
+
+@pytest.fixture
+def outputs(tmp_path: Path) -> Path:
+    """What is left when verl's own log was truncated at the restart: the log of the second start,
+    the console of both, Hydra's folder, rollout dumps and checkpoints."""
+    folder = tmp_path / "outputs"
+    (folder / "grpo_arith").mkdir(parents=True)
+    sessions = FIXTURES / "verl_file" / "crash_resume"
+    (second,) = sessions.rglob("session2*.jsonl")
+    shutil.copy(second, folder / "grpo_arith" / "qwen_small_grpo.jsonl")
+    (console,) = (FIXTURES / "console" / "two_sessions").rglob("*.log")
+    text = console.read_text()
+    for name, ours in (("'verl_examples'", "'grpo_arith'"), ("'gsm8k'", "'qwen_small_grpo'")):
+        text = text.replace(name, ours)
+    (folder / "train.log").write_text(text)
+    hydra = next((FIXTURES / "demo" / "outputs").glob("20*"))
+    shutil.copytree(hydra, folder / hydra.name)
+    dumps = next((FIXTURES / "rollouts" / "v1_0.9").rglob("1.jsonl")).parent
+    shutil.copytree(dumps, folder / "rollout_data")
+    checkpoints = next((FIXTURES / "checkpoint").rglob("latest_checkpointed_iteration.txt")).parent
+    shutil.copytree(checkpoints, folder / "checkpoints" / "grpo_arith" / "qwen_small_grpo")
+    return folder
+
+
+def _rows(pattern: str) -> dict[int, dict[str, object]]:
+    (path,) = (FIXTURES / "verl_file" / "crash_resume").rglob(pattern)
+    records = map(json.loads, path.read_text().split("\n")[:-1])
+    return {record["step"]: record["data"] for record in records}
+
+
+def test_nothing_is_missing(outputs):
+    """Steps 0..40 once each: up to 20 from the first start, which only the console still has, then
+    from the second, whose log says the same as its console."""
+    (run,) = verl_logsync.load(outputs)
+    history = run.history()
+    assert run.name == "qwen_small_grpo"
+    assert history.index.tolist() == list(range(41))
+    first, second = _rows("session1*"), _rows("session2*")
+    for step in range(41):
+        data = first[step] if step <= 20 else second[step]
+        for key in ("critic/score/mean", "actor/pg_loss", "timing_s/step"):
+            if key in data:
+                assert history[key][step] == data[key], (step, key)
+    assert run.account.superseded == 13
+    assert run.account.balanced
+    assert run.account.conflict_count == 0
+    assert run.config["trainer"]["experiment_name"] == "qwen_small_grpo"
+
+
+def test_scan_names_the_files_of_every_step(outputs, upload):
+    """scan --verbose tells two starts, and which file each stretch of steps comes from."""
+    code, text = upload.text(outputs, "--verbose", verb="scan")
+    assert code == 0, text
+    log, console = outputs / "grpo_arith" / "qwen_small_grpo.jsonl", outputs / "train.log"
+    lines = [line.split() for line in text.splitlines() if line.startswith("  steps")]
+    assert lines == [
+        ["steps", "0..19", "attempt", "1:", str(console)],
+        ["steps", "20..20", "attempt", "2:", str(console), "+", str(log)],
+        ["steps", "21..40", "attempt", "2:", str(console), "+", str(log)],
+    ]
+    assert "attempt 1 (recorded start): steps 0..33" in text or "attempt 1" in text
+    assert str(outputs / "rollout_data") in text
+    assert "checkpoints at steps" in text
+
+
+def test_uploaded_once(outputs, upload, one_run):
+    """It arrives as one run, and again nothing is sent."""
+    assert upload.here(outputs, final=True, verify="full").code == 0
+    assert [row["_step"] for row in one_run().rows] == list(range(41))
+    again = upload.here(outputs, final=True)
+    assert (again.code, again.report["totals"]["rows_sent"]) == (0, 0)
