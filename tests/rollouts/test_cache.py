@@ -114,6 +114,19 @@ def test_another_version_forgets(
     assert len(read_files) == 10
 
 
+def test_the_same_size_in_the_same_file(dumps: Path, tmp_path: Path, read_files: list[str]) -> None:
+    """A file that was overwritten in place is read, although its size is the same."""
+    reduced(dumps, tmp_path / "state")
+    read_files.clear()
+    path = dumps / "1.jsonl"
+    status = path.stat()
+    path.write_bytes(path.read_bytes().replace(b'"score": 1.0', b'"score": 0.0'))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    assert (path.stat().st_size, path.stat().st_ino) == (status.st_size, status.st_ino)
+    assert reduced(dumps, tmp_path / "state")[0].statistics["score_mean"] == 0
+    assert read_files == ["1.jsonl"]
+
+
 @pytest.mark.parametrize("damage", ["delete", "empty", "junk", "flip", "cut", "folder"])
 def test_a_damaged_cache_is_recomputed(
     dumps: Path, tmp_path: Path, read_files: list[str], damage: str

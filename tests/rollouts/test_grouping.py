@@ -119,6 +119,14 @@ def test_merged_groups_are_reported() -> None:
     assert kinds(grouped(named, 2)) == {}
 
 
+def test_named_groups_are_never_merged() -> None:
+    """With uids a group of twice the size is too large, not two groups."""
+    named = [{"input": "a", "uid": f"x_{session}_0"} for session in range(4)]
+    assert kinds(
+        grouped([*named, {"input": "a", "uid": "y_0_0"}, {"input": "a", "uid": "y_1_0"}], 2)
+    ) == {"larger groups": 1}
+
+
 def test_sizes_that_fit_nothing() -> None:
     """Larger groups that are no multiple are reported as such."""
     assert kinds(grouped([{"input": text} for text in "aaabb"], 2)) == {"larger groups": 1}

@@ -110,6 +110,16 @@ def test_a_bad_line_costs_one_line(tmp_path: Path, line: bytes, why: str) -> Non
     assert "sed -n 2p" in skip.hint
 
 
+def test_lines_are_counted_through_the_whole_file(tmp_path: Path) -> None:
+    """A bad line far into a file is named by its own number and byte."""
+    good = json.dumps({**ROW, "output": "x" * 500}).encode() + b"\n"
+    path = tmp_path / "1.jsonl"
+    path.write_bytes(good * 2000 + b"junk\n" + good)
+    rows, reader = read(path)
+    assert len(rows) == 2001
+    assert reader.skips[0].place == f"{path}:2001 (byte {2000 * len(good)})"
+
+
 def test_blank_lines_are_nothing(tmp_path: Path) -> None:
     """Empty lines, blanks and holes of zero bytes are neither rows nor damage."""
     good = json.dumps(ROW).encode() + b"\n"

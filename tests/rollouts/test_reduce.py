@@ -187,6 +187,13 @@ def test_groups_of_one(write_dump: Any, rows_of: Any) -> None:
     assert found.statistics["effective_prompt_ratio"] == 0
 
 
+def test_effective_prompts(write_dump: Any, rows_of: Any) -> None:
+    """Of four groups one has spread; a group of one row has none, and is a group."""
+    found = reduce_file(write_dump(rows_of([[1], [0, 1], [1, 1], [0, 0]])))
+    assert found.statistics["effective_prompt_ratio"] == 0.25
+    assert found.statistics["zero_spread_share"] == pytest.approx(2 / 3)
+
+
 def test_a_score_that_is_no_number(write_dump: Any, rows_of: Any) -> None:
     """NaN and null leave their groups out of the statistics of scores, and are counted."""
     rows = rows_of([[1, 0], [1, None], [float("nan"), 1], [0, 0]])
@@ -254,6 +261,15 @@ def test_answers_by_key(write_dump: Any, rows_of: Any) -> None:
     assert found.statistics["no_answer_share"] == 0.5
 
 
+def test_answers_of_later_rows_only(write_dump: Any, rows_of: Any) -> None:
+    """Answers stay with their rows when the first rows have no such key."""
+    rows = [*rows_of([[1, 1]]), *rows_of([[], [0, 0]], pred="7")]
+    rows += rows_of([[], [], [1, 1]])
+    found = reduce_file(write_dump(rows))
+    assert found.statistics["no_answer_share"] == pytest.approx(4 / 6)
+    assert found.statistics["answer_agreement"] == pytest.approx(1 / 3)
+
+
 def test_equal_outputs(write_dump: Any, rows_of: Any) -> None:
     """Temperature 0: every group has one output, 1/n of its rows."""
     rows = rows_of([[1, 1, 1, 1], [0, 0, 0, 0]])
@@ -317,15 +333,16 @@ def test_samples(write_dump: Any, rows_of: Any) -> None:
     assert from_json(found.as_json()).samples == found.samples
 
 
+@pytest.mark.parametrize("fresh", ['"output": "longer than ', '"output":"x'])
 def test_samples_of_a_file_that_changed(
-    write_dump: Any, rows_of: Any, monkeypatch: pytest.MonkeyPatch
+    write_dump: Any, rows_of: Any, monkeypatch: pytest.MonkeyPatch, fresh: str
 ) -> None:
     """Rows that are no longer what was reduced are no samples, and that is said."""
     path = write_dump(rows_of([[1, 0], [0, 0]]))
     from verl_logsync.rollouts import reduce as module
 
     def overwritten(*arguments: Any) -> Any:
-        path.write_text(path.read_text().replace('"output": "', '"output": "n'))
+        path.write_text(path.read_text().replace('"output": "', fresh))
         return original(*arguments)
 
     original = module.read_samples

@@ -95,12 +95,13 @@ def test_other_logs_of_such_names_are_not_claimed(tmp_path: Path, content: bytes
     assert all(file.source != "rollouts" for file in look(tmp_path).files)
 
 
-def test_a_folder_of_mostly_other_files_is_not_claimed(dumps: Path) -> None:
-    """Its dumps are then found one by one, and the other logs, too."""
-    for index in range(3):
+@pytest.mark.parametrize("count", [1, 3])
+def test_other_logs_in_a_folder_are_not_lost(dumps: Path, count: int) -> None:
+    """A folder with a log of another kind is not claimed: its dumps are found one by one."""
+    for index in range(count):
         (dumps / f"run{index}.jsonl").write_text('{"step": 1, "data": {"a": 1}}\n')
     sources = sorted(file.source for file in look(dumps).files)
-    assert sources == ["rollouts"] * 3 + ["verl_file"] * 3
+    assert sources == ["rollouts"] * 3 + ["verl_file"] * count
 
 
 def test_logs_in_inner_folders_are_not_lost(dumps: Path) -> None:
@@ -116,6 +117,7 @@ def test_other_files_in_a_claimed_folder_are_named(dumps: Path) -> None:
     """One stray file is skipped with its name; hidden ones are nobody's business."""
     (dumps / "notes.txt").write_text("mine")
     (dumps / ".5.jsonl.swp").write_text("x")
+    (dumps / ".log").mkdir()
     (dumps / "12.jsonl").touch()
     reading = Rollouts().read(only(dumps))
     assert reading.rows.num_rows == 0
@@ -124,6 +126,20 @@ def test_other_files_in_a_claimed_folder_are_named(dumps: Path) -> None:
         ("12.jsonl", SkipReason.NOTHING_YET),
     }
     assert not any(skip.records for skip in reading.skips)
+
+
+def test_a_folder_of_mostly_other_files_is_not_claimed(dumps: Path) -> None:
+    """Three dumps among other files are three logs."""
+    for index in range(3):
+        (dumps / f"picture{index}.png").touch()
+    assert [file.source for file in look(dumps).files] == ["rollouts"] * 3
+
+
+def test_copies_of_dumps_are_no_other_logs(dumps: Path) -> None:
+    """`2.jsonl.bak` is skipped with its name, and the folder is claimed."""
+    shutil.copy(dumps / "2.jsonl", dumps / "2.jsonl.bak")
+    reading = Rollouts().read(only(dumps))
+    assert [Path(s.place).name for s in reading.skips] == ["2.jsonl.bak"]
 
 
 def test_empty_dumps_are_nothing_yet(tmp_path: Path) -> None:

@@ -207,6 +207,8 @@ def test_agreement() -> None:
 def test_histogram_has_one_edge_more_than_bins() -> None:
     """Values of 0..1 have the same bins at every step; the last includes its upper edge."""
     assert histogram(np.array([0.0, 0.5, 1.0]), 2) == Histogram((0, 0.5, 1), (1, 2))
+    assert histogram(np.array([0.2, 0.7]), 2) == Histogram((0, 0.5, 1), (1, 1))
+    assert histogram(np.array([-0.5, 0.0]), 2) == Histogram((-1, 0, 1), (1, 1))
     assert histogram(np.array([-1.0, 1.0]), 2) == Histogram((-1, 0, 1), (1, 1))
     assert histogram(np.array([0.0, 3.0]), 3) == Histogram((0, 1, 2, 3), (1, 0, 1))
     assert histogram(np.array([7.0, 7.0]), 2) == Histogram((6.5, 7, 7.5), (0, 2))

@@ -217,7 +217,7 @@ def pass_at_k(step: Step, success: float, expected: int) -> tuple[float, ...]:
             break
         with np.errstate(divide="ignore", invalid="ignore"):
             factor = np.maximum(0, size - solved - k + 1) / (size - k + 1)
-        failing = np.where(reached, failing * np.where(reached, factor, 0), np.nan)
+        failing = failing * factor
         total = math.fsum((counts[reached] * (1 - failing[reached])).tolist())
         estimates.append(total / int(counts[reached].sum()))
     return tuple(estimates)

@@ -8,6 +8,7 @@ groups of each step come to.
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +23,10 @@ __all__ = ["Rollouts", "reduce_folder"]
 
 # A folder with more entries of other kinds than this share is not claimed as a whole.
 _OTHERS: Final = 0.1
+# Other entries of such names are for other sources to look at (`5.jsonl.bak` is not).
+_LOG: Final = re.compile(
+    r"(?!\d+\.jsonl(\.|$)).*(\.(jsonl|ndjson|wandb|log|out|err|parquet)\b|tfevents)"
+)
 
 
 class Rollouts:
@@ -76,7 +81,7 @@ def _is_mostly_dumps(path: Path, names: tuple[str, ...]) -> bool:
     if not dumps or len(others) > max(1, _OTHERS * dumps):
         return False
     # Whatever lies in a claimed folder is not looked at: other logs would be lost.
-    return not any((path / name).is_dir() for name in others)
+    return not any(_LOG.match(name) or (path / name).is_dir() for name in others)
 
 
 def _nothing_yet(candidate: Candidate, found: DumpFolder | None) -> Skip | None:
@@ -94,7 +99,12 @@ def _left_out(path: Path, found: DumpFolder) -> tuple[Skip, ...]:
         if not file.stamp.size
     )
     others = (
-        Skip(SkipReason.NOT_RECOGNISED, str(path / name), "it is no dump of a step")
+        Skip(
+            SkipReason.NOT_RECOGNISED,
+            str(path / name),
+            "it is no dump of a step",
+            "Give this path itself to look into it",
+        )
         for name in found.others
         if not name.startswith(".")
     )
