@@ -55,14 +55,25 @@ def assemble(attempts: Sequence[AttemptReading], configs: Sequence[Reading]) -> 
     config.pop(_INTERNAL, None)
     last = attempts[-1].readings if attempts else ()
     ending = next((r.ending for _, r in last if r.ending is not None), None)
-    streams = [(file.key, r.extra) for attempt in attempts for file, r in attempt.readings]
+    streams = list(_streams(attempts))
     return Surroundings(
         mask_config(config),
-        _merged([r.extra for r in readings]),
+        _merged([r.extra for r in (*configs, *readings)]),
         tuple(_with_ended_lines(streams)),
         ending,
         _offline_last_step(last),
     )
+
+
+def _streams(attempts: Sequence[AttemptReading]) -> Iterator[tuple[str, PassThrough]]:
+    """The pass-through records log by log; console text that W&B kept too is not told twice."""
+    logs = [(file, r.extra) for attempt in attempts for file, r in attempt.readings]
+    kept = any(extra.console for file, extra in logs if file.source == "offline_run")
+    for file, extra in logs:
+        if kept and file.source == "console":
+            yield file.key, replace(extra, console=(), unfinished="")
+        else:
+            yield file.key, extra
 
 
 def _with_ended_lines(

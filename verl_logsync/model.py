@@ -269,12 +269,21 @@ class Catalog:
 
 @dataclass(frozen=True, slots=True)
 class FileRef:
-    """A file of the run (media, requirements...): its name in the run, and where it lies."""
+    """A file of the run (media, requirements...): its name in the run, and where it lies.
+
+    With `content` that is sent instead: a copy without secrets.
+    """
 
     name: str
     path: Path
     policy: int = 0
     kind: int = 0
+    content: bytes | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes; raises OSError when the file is gone."""
+        return self.path.stat().st_size if self.content is None else len(self.content)
 
 
 @dataclass(frozen=True, slots=True)

@@ -412,7 +412,7 @@ def _continue(
 
 def _is_there(file: FileRef, remote: RemoteState) -> bool:
     try:
-        return remote.files.get(file.name) == file.path.stat().st_size
+        return remote.files.get(file.name) == file.size
     except OSError:
         return True  # gone since it was found; there is nothing to send
 

@@ -15,6 +15,9 @@ _VALIDATION: Final = ("val-core/", "val-aux/", "val/", "eval/")
 # time, and DAPO's extra record with nothing but the time of saving (prefix `timing/`).
 _AROUND: Final = ("timing_s/testing", "timing_s/save_checkpoint", "timing/")
 
+#: What counts the progress of a training besides its steps.
+COUNTERS: Final = ("training/global_step", "training/epoch", "perf/total_num_tokens")
+
 #: Seconds of one step, in order of preference.
 STEP_SECONDS: Final = ("timing_s/step", "perf/time_per_step", "timing(s)/step", "train/time(s)")
 #: Seconds of validation and of saving a checkpoint; see `beside_step_time`.

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import verl_logsync
+from verl_logsync.testing.builders import make_offline_run
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 
@@ -83,3 +84,33 @@ def test_uploaded_once(outputs, upload, one_run):
     assert [row["_step"] for row in one_run().rows] == list(range(41))
     again = upload.here(outputs, final=True)
     assert (again.code, again.report["totals"]["rows_sent"]) == (0, 0)
+
+
+def test_the_config_arrives_as_files_and_artifact(outputs, upload, one_run, server):
+    """Hydra's files are files of the run and an artifact of type config, without secrets, once."""
+    (config,) = outputs.rglob(".hydra/config.yaml")
+    config.write_text(config.read_text() + "judge:\n  api_key: sk-very-secret-0123456789abcdef\n")
+    overrides = config.with_name("overrides.yaml")
+    overrides.write_text(
+        overrides.read_text() + "- +judge.api_key=sk-very-secret-0123456789abcdef\n"
+    )
+    for _ in range(2):
+        result = upload.here(outputs, final=True)
+        assert result.code == 0, result.report
+    run = one_run()
+    assert {"hydra/config.yaml", "hydra/overrides.yaml", "hydra/hydra.yaml"} <= run.files.keys()
+    (artifact,) = [a for a in server.artifacts if a.type == "config"]
+    assert artifact.state == "COMMITTED"
+    everything = b"".join(run.files.values()) + repr(run.config).encode()
+    assert b"experiment_name" in everything
+    assert b"very-secret" not in everything
+
+
+def test_console_text_that_the_client_kept_too_comes_once(upload, one_run, tmp_path):
+    """A run with an offline run and a console log shows the console once, as W&B kept it."""
+    make_offline_run(tmp_path / "logs", "abc", range(5), rich=True, name="exp", project="grpo")
+    log = tmp_path / "logs" / "train.log"
+    log.write_text("".join(f"step:{s} - actor/loss:{s + 0.5}\n" for s in range(5)))
+    assert upload.here(tmp_path / "logs", final=True).code == 0
+    text = "".join(map(str, one_run().logs))
+    assert "step:1" not in text

@@ -11,7 +11,9 @@ from wandb.proto import wandb_internal_pb2 as pb
 
 from verl_logsync.model import FileRef
 from verl_logsync.transaction_log.records import (
+    artifact_record,
     console_record,
+    counter_record,
     exit_record,
     files_record,
     run_record,
@@ -98,3 +100,32 @@ def test_files():
     for file in files:
         record.files.files.add(path=file.name, policy=file.policy, type=file.kind)
     assert files_record(files) == record.SerializeToString()
+
+
+def test_counter():
+    """A counter is defined as `wandb.define_metric(NAME)` does it."""
+    options = pb.MetricOptions(defined=True)
+    record = pb.Record(metric=pb.MetricRecord(name="training/epoch", options=options))
+    assert counter_record("training/epoch") == record.SerializeToString()
+
+
+def test_artifact():
+    """An artifact is logged as `run.log_artifact` logs one."""
+    payload = artifact_record(
+        kind="config",
+        name="config-abc",
+        digest="d" * 32,
+        client_id="c",
+        sequence_client_id="s",
+        entries=[("hydra/config.yaml", "md5==", 7, "files/hydra/config.yaml")],
+    )
+    artifact = pb.Record.FromString(payload).artifact
+    assert (artifact.type, artifact.name, artifact.digest) == ("config", "config-abc", "d" * 32)
+    assert (artifact.client_id, artifact.sequence_client_id) == ("c", "s")
+    assert artifact.finalize
+    assert not artifact.user_created
+    assert list(artifact.aliases) == ["latest"]
+    (entry,) = artifact.manifest.contents
+    assert (entry.path, entry.digest, entry.size) == ("hydra/config.yaml", "md5==", 7)
+    assert entry.local_path == "files/hydra/config.yaml"
+    assert artifact.manifest.storage_policy == "wandb-storage-policy-v1"

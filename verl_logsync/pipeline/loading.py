@@ -17,6 +17,7 @@ from verl_logsync.assemble import Surroundings, assemble
 from verl_logsync.catalog import matches
 from verl_logsync.clock import set_clocks
 from verl_logsync.columns import AXES, STEP, TableBuilder
+from verl_logsync.config_files import config_artifact
 from verl_logsync.discover import discover, stamp_of
 from verl_logsync.errors import InputError, LogsyncError, UnreadableInput
 from verl_logsync.model import (
@@ -88,10 +89,19 @@ def load(
         Policy(settings.on_overlap, settings.keep_tail, settings.on_restart),
         clocked.clock,
     )
-    around = assemble(attempts[len(stored) :], configs)
+    around = _with_config(assemble(attempts[len(stored) :], configs), run)
     account = _with_belongings(account, engine, run)
     own = tuple(reading.attempt for reading in attempts[len(stored) :])
     return Loaded(run, history, account, around, clocked.pins, clocked.started_at, own)
+
+
+def _with_config(around: Surroundings, run: RunSources) -> Surroundings:
+    """With the config's files as an artifact too."""
+    artifact = config_artifact(around.extra.files, run.target.run_id)
+    if artifact is None:
+        return around
+    extra = replace(around.extra, artifacts=(*around.extra.artifacts, artifact))
+    return replace(around, extra=extra)
 
 
 def _with_belongings(account: Account, engine: Engine, run: RunSources) -> Account:

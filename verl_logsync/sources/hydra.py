@@ -8,6 +8,7 @@ the file itself allows; what depends on the environment or the clock of the trai
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +17,16 @@ from verl_logsync.columns import STEP
 from verl_logsync.errors import NotALog, UnreadableInput, quoted
 from verl_logsync.fingerprint import data_folders, essentials
 from verl_logsync.interfaces import Candidate
-from verl_logsync.model import Facts, LogFile, Reading, Skip, SkipReason
+from verl_logsync.model import (
+    Facts,
+    FileRef,
+    LogFile,
+    PassThrough,
+    Reading,
+    Skip,
+    SkipReason,
+)
+from verl_logsync.secrets_mask import mask_config, mask_words
 
 #: The config key of a run under which the overrides are kept.
 OVERRIDES: Final = "hydra_overrides"
@@ -67,7 +77,33 @@ class Hydra:
         overrides = read_overrides(file.path.with_name("overrides.yaml"))
         if overrides:
             config[OVERRIDES] = overrides
-        return Reading(no_rows, config=config, started_at=file.facts.started_at)
+        files = PassThrough(files=tuple(_files(file.path.parent)))
+        return Reading(no_rows, config=config, extra=files, started_at=file.facts.started_at)
+
+
+def _files(folder: Path) -> Iterator[FileRef]:
+    """Hydra's files without secrets; comments are lost with them."""
+    for name in ("config.yaml", "overrides.yaml", "hydra.yaml"):
+        content = _without_secrets(folder / name)
+        if content is not None:
+            yield FileRef(f"hydra/{name}", folder / name, content=content)
+
+
+def _without_secrets(path: Path) -> bytes | None:
+    import yaml
+
+    try:
+        data = path.read_bytes()
+        value = yaml.safe_load(data) if len(data) <= _LARGEST else None
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return None
+    if isinstance(value, dict):
+        masked: Any = mask_config(value)
+    elif isinstance(value, list):
+        masked = mask_words(value)
+    else:
+        return None
+    return yaml.safe_dump(masked, sort_keys=False, allow_unicode=True).encode()
 
 
 def _text(value: object) -> str:

@@ -22,6 +22,7 @@ from verl_logsync.errors import StateError, quoted
 from verl_logsync.model import MARKER_KEY, Action, FileRef, History, Marker, Segment, UploadPlan
 from verl_logsync.transaction_log.records import (
     console_record,
+    counter_record,
     exit_record,
     files_record,
     run_record,
@@ -29,6 +30,7 @@ from verl_logsync.transaction_log.records import (
     summary_record,
 )
 from verl_logsync.transaction_log.writer import TransactionLogWriter, encode_history, encode_key
+from verl_logsync.verl_keys import COUNTERS
 
 #: Rows are encoded in stretches of this size, which bounds memory.
 _STRETCH: Final = 4096
@@ -71,7 +73,7 @@ def write_fragment(
         ) from error
     path = folder / f"run-{plan.target.run_id}.wandb"
     with TransactionLogWriter(path, durable=use == "carry") as log:
-        for payload in payloads(plan, entity):
+        for payload in payloads(plan, entity, folder):
             log.write_payload(payload)
     return folder
 
@@ -79,22 +81,24 @@ def write_fragment(
 def _place(file: FileRef, folder: Path, use: Literal["send", "carry"]) -> None:
     place = folder / file.name
     place.parent.mkdir(parents=True, exist_ok=True)
-    if use == "carry":
+    if file.content is not None:
+        place.write_bytes(file.content)
+    elif use == "carry":
         shutil.copyfile(file.path, place)
     else:
         place.symlink_to(file.path.absolute())
 
 
-def payloads(plan: UploadPlan, entity: str) -> Iterator[bytes]:
+def payloads(plan: UploadPlan, entity: str, folder: Path) -> Iterator[bytes]:
     """The records of a fragment, serialised, in the order in which they are replayed."""
     yield _run_payload(plan, entity)
-    yield from plan.extra.metrics
+    yield from plan.extra.metrics or _counters(plan.history)
     yield from plan.extra.others
     yield from plan.extra.events
     if plan.extra.files:
         yield files_record(plan.extra.files)
     for artifact in plan.extra.artifacts:
-        yield _artifact_payload(artifact.payload, plan, entity)
+        yield _artifact_payload(artifact.payload, plan, entity, folder)
     yield from map(console_record, plan.extra.console)
     yield from history_payloads(plan.history, plan.first_row)
     if plan.sends_summary and plan.summary:  # the uploader dies of an empty one
@@ -166,14 +170,26 @@ def _segments(stored: Any) -> tuple[Segment, ...]:
     return tuple((str(key), int(first), int(end)) for key, first, end in stored)
 
 
-def _artifact_payload(payload: bytes, plan: UploadPlan, entity: str) -> bytes:
-    """An artifact's record for the target run: with another run or project it is lost."""
+def _counters(history: History) -> Iterator[bytes]:
+    """Verl defines no metrics; what counts progress can then be chosen as an axis."""
+    names = set(history.table.column_names)
+    return (counter_record(name) for name in COUNTERS if name in names)
+
+
+def _artifact_payload(payload: bytes, plan: UploadPlan, entity: str, folder: Path) -> bytes:
+    """An artifact's record for the target run: with another run or project it is lost.
+
+    Local paths must be absolute: where a file is not found, the artifact stays pending in silence.
+    """
     from wandb.proto import wandb_internal_pb2 as pb
 
     record = pb.Record.FromString(payload)
     record.artifact.run_id = plan.target.run_id
     record.artifact.project = plan.target.project
     record.artifact.entity = entity
+    for entry in record.artifact.manifest.contents:
+        if entry.local_path and not Path(entry.local_path).is_absolute():
+            entry.local_path = str((folder / entry.local_path).absolute())
     return bytes(record.SerializeToString())
 
 

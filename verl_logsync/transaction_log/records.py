@@ -14,7 +14,7 @@ from verl_logsync.model import FileRef
 from verl_logsync.transaction_log.wire import double, integer, message, text
 
 # Fields of Record.
-_SUMMARY, _FILES, _OUTPUT_RAW, _RUN, _EXIT = 3, 6, 13, 17, 18
+_SUMMARY, _FILES, _ARTIFACT, _METRIC, _OUTPUT_RAW, _RUN, _EXIT = 3, 6, 8, 12, 13, 17, 18
 # The console's streams are STDERR = 0 and STDOUT = 1.
 _STDOUT = 1
 
@@ -79,6 +79,40 @@ def files_record(files: Iterable[FileRef]) -> bytes:
     """The files that lie beside the fragment."""
     items = (text(1, f.name) + integer(2, f.policy) + integer(3, f.kind) for f in files)
     return message(_FILES, b"".join(message(1, item) for item in items))
+
+
+def artifact_record(
+    *,
+    kind: str,
+    name: str,
+    digest: str,
+    client_id: str,
+    sequence_client_id: str,
+    entries: Iterable[tuple[str, str, int, str]],
+) -> bytes:
+    """An artifact that is to be logged and committed.
+
+    Args:
+        digest: of its manifest.
+        entries: (name, base64 MD5, bytes, local path) of every file, by name.
+    """
+    contents = (
+        text(1, entry) + text(2, md5) + integer(4, size) + text(6, path)
+        for entry, md5, size, path in entries
+    )
+    layout = text(1, "storageLayout") + text(2, '"V2"')
+    manifest = integer(1, 1) + text(2, "wandb-storage-policy-v1") + message(3, layout)
+    manifest += b"".join(message(4, entry) for entry in contents)
+    body = text(4, kind) + text(5, name) + text(6, digest) + text(11, "latest")
+    body += message(12, manifest) + integer(14, 1) + text(15, client_id)
+    body += text(16, sequence_client_id) + text(20, "MANIFEST_MD5")
+    return message(_ARTIFACT, body)
+
+
+def counter_record(name: str) -> bytes:
+    """The definition of a metric that other metrics can be plotted over."""
+    defined = integer(3, 1)
+    return message(_METRIC, text(1, name) + message(6, defined))
 
 
 def exit_record(exit_code: int, runtime: float) -> bytes:
