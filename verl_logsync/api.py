@@ -13,6 +13,7 @@ from verl_logsync import pipeline
 from verl_logsync.columns import MISSING, STEP, decode
 from verl_logsync.discover import discover
 from verl_logsync.errors import InputWarning, LogsyncError, OverlapRefused
+from verl_logsync.interfaces import Source
 from verl_logsync.ledger import Ledger, LedgerRun, locked, remembered_runs
 from verl_logsync.model import (
     HARMLESS,
@@ -25,6 +26,7 @@ from verl_logsync.model import (
 )
 from verl_logsync.settings import Settings, load_settings
 from verl_logsync.sources import SOURCES, TRUNCATED
+from verl_logsync.sources.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -107,7 +109,7 @@ def load(paths: Paths, **settings: Any) -> list[Run]:
     Warns:
         InputWarning: a run cannot be read; the others are returned.
     """
-    engine = pipeline.Engine(load_settings(settings), SOURCES)
+    engine = _reader(load_settings(settings))
     found = pipeline.survey(engine, _paths(paths))
     results = [(run, pipeline.load_or_error(engine, run)) for run in found.runs]
     failed = [(run, error) for run, error in results if isinstance(error, LogsyncError)]
@@ -157,6 +159,17 @@ def _paths(paths: Paths) -> list[Path]:
     return [Path(path) for path in paths]
 
 
+def _reader(settings: Settings) -> pipeline.Engine:
+    """An engine that reads, and neither sends nor remembers."""
+    return pipeline.Engine(settings, _sources(settings))
+
+
+def _sources(settings: Settings) -> tuple[Source, ...]:
+    """The log formats, as the settings want them."""
+    checkpoint = Checkpoint(settings.binding_file)
+    return tuple(checkpoint if source.name == checkpoint.name else source for source in SOURCES)
+
+
 # -- what the command line uses too --------------------------------------------------------
 
 
@@ -181,7 +194,9 @@ def uploader(
         return
     from verl_logsync.sinks.offline_dir import OfflineDirSink
 
-    yield pipeline.Engine(settings, SOURCES, OfflineDirSink(settings.output), None, progress)
+    yield pipeline.Engine(
+        settings, _sources(settings), OfflineDirSink(settings.output), None, progress
+    )
 
 
 @contextmanager
@@ -196,7 +211,7 @@ def _online(settings: Settings, progress: pipeline.Progress) -> Iterator[pipelin
             server, folder / "outbox", jobs=settings.jobs, seconds=settings.timeout, held=held
         )
         try:
-            yield pipeline.Engine(settings, SOURCES, sink, ledger, progress)
+            yield pipeline.Engine(settings, _sources(settings), sink, ledger, progress)
         finally:
             sink.close()
 
@@ -224,7 +239,7 @@ def scan(
 
     The state in which an upload would leave a run now is `pipeline.readiness_of(...)`.
     """
-    engine = pipeline.Engine(settings, SOURCES)
+    engine = _reader(settings)
     found = pipeline.survey(engine, paths)
     return found, [(run, pipeline.load_or_error(engine, run)) for run in found.runs]
 
@@ -289,7 +304,7 @@ def export(
     from verl_logsync.export import export_run
     from verl_logsync.reports.as_json import account_values, run_values
 
-    engine = pipeline.Engine(replace(settings, output=folder), SOURCES)
+    engine = _reader(replace(settings, output=folder))
     found = pipeline.survey(engine, paths)
     results: list[tuple[RunSources, Exported | LogsyncError]] = []
     for run in found.runs:

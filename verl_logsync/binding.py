@@ -101,3 +101,9 @@ def _place(made: Path, path: Path) -> None:
             raise
         if not path.exists():  # a file system without hard links
             made.rename(path)
+
+
+def checkpoint_root(path: Path) -> Path:
+    """The folder of all checkpoints of a job, from any path that stands for them."""
+    folder = path if path.is_dir() else path.parent
+    return folder.parent if folder.name.startswith("global_step_") else folder

@@ -630,6 +630,7 @@ class Outcome:
     notes: tuple[str, ...] = ()
     url: str = ""
     remembered: ExitCode | None = None
+    checkpoints: tuple[Path, ...] = ()
 
     @property
     def exit_code(self) -> ExitCode:

@@ -54,7 +54,8 @@ class Settings:
 
     `runs` holds (name, shell pattern) pairs: files that match belong to that run, whatever
     they say themselves; a name may be `PROJECT/NAME`. `offsets` holds (shell pattern, steps)
-    pairs: so much is added to every step of the files that match. `rank_rules` holds (key pattern,
+    pairs: so much is added to every step of the files that match. With `bind_checkpoints` the run's
+    id is written into its checkpoint folder, as `binding_file`. `rank_rules` holds (key pattern,
     rule) pairs: how the values of several ranks become one; keys that match `per_rank` keep each
     rank's value too, and those that match `rank_spread` get the spread.
     """
@@ -79,6 +80,8 @@ class Settings:
     merge: Merge = "auto"
     offsets: tuple[tuple[str, int], ...] = ()
     on_restart: OnRestart = "ask"
+    bind_checkpoints: bool = False
+    binding_file: str = "wandb_run_id"
     rank_rules: tuple[tuple[str, str], ...] = ()
     per_rank: tuple[str, ...] = ()
     rank_spread: tuple[str, ...] = ()

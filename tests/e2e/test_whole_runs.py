@@ -113,4 +113,5 @@ def test_console_text_that_the_client_kept_too_comes_once(upload, one_run, tmp_p
     log.write_text("".join(f"step:{s} - actor/loss:{s + 0.5}\n" for s in range(5)))
     assert upload.here(tmp_path / "logs", final=True).code == 0
     text = "".join(map(str, one_run().logs))
-    assert "step:1" not in text
+    assert "attempt:1" in text
+    assert "actor/loss" not in text

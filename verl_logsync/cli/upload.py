@@ -69,6 +69,13 @@ from verl_logsync.cli.printing import say
     help="Everything is complete: send all rows and finish the runs.",
 )
 @click.option(
+    "--bind-checkpoints",
+    is_flag=True,
+    default=None,
+    help="Write the id of every verified run into its checkpoint folder, so that a resumed job "
+    "continues the same run.",
+)
+@click.option(
     "--timeout",
     type=float,
     metavar="SECONDS",

@@ -14,6 +14,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+from verl_logsync.binding import bind_checkpoint, checkpoint_root, read_binding
 from verl_logsync.catalog import Grouping, bind, catalog, told_apart
 from verl_logsync.discover import Recall, discover, remember_nothing
 from verl_logsync.errors import ExitCode, LogsyncError
@@ -68,8 +69,25 @@ def upload(engine: Engine, paths: Sequence[Path]) -> Report:
     found = survey(engine, paths)
     runs, settled = _open_runs(engine, found)
     outcomes = [*settled, *_upload_all(engine, runs)]
+    if engine.settings.bind_checkpoints and sends(engine):
+        outcomes = [_with_binding(o, engine.settings.binding_file) for o in outcomes]
     outcomes.sort(key=lambda o: (o.target.project, o.name, o.target.run_id))
     return Report(tuple(outcomes), found.skips, found, engine.settings.mode)
+
+
+def _with_binding(outcome: Outcome, file_name: str) -> Outcome:
+    """Write the id of a verified run into its checkpoint folders."""
+    if outcome.exit_code is not ExitCode.OK:
+        return outcome
+    notes = list(outcome.notes)
+    for folder in sorted({checkpoint_root(path) for path in outcome.checkpoints}):
+        try:
+            if read_binding(folder, file_name) != outcome.target.run_id:
+                written = bind_checkpoint(folder, outcome.target.run_id, file_name)
+                notes.append(f"bound its checkpoints: {written}")
+        except (LogsyncError, OSError) as error:
+            notes.append(f"its checkpoints were not bound: {error}")
+    return replace(outcome, notes=tuple(notes))
 
 
 def _upload_all(engine: Engine, runs: Sequence[RunSources]) -> list[Outcome]:
@@ -189,4 +207,5 @@ def _unchanged(run: RunSources, known: LedgerRun) -> Outcome:
         state=known.state,
         notes=known.attention,
         remembered=ExitCode(known.exit_code),
+        checkpoints=tuple(file.path for file in run.checkpoints),
     )

@@ -226,6 +226,7 @@ def outcome_of(prepared: Prepared, *, rows_sent: int, verdict: Verdict | None) -
         clock=loaded.history.clock,
         notes=(*loaded.run.notes, *loaded.account.notes, *_data_notes(loaded), *plan.notes),
         rows_planned=plan.rows_to_send,
+        checkpoints=tuple(file.path for file in loaded.run.checkpoints),
     )
 
 
