@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from verl_logsync.catalog import bind, told_apart
 from verl_logsync.columns import STEP
@@ -89,7 +90,8 @@ def _prepare(engine: Engine, sink: Sink, run: RunSources, remote: RemoteState | 
     confirmed = engine.ledger.confirmed(run.target) if engine.ledger is not None else None
     loaded = load(engine, run, _pins(remote, confirmed) or sink.pins(run.target))
     if remote is not None and remote.lines and _starts_late(loaded, confirmed):
-        loaded = _with_stored_rows(engine, sink, loaded, _pins(remote, confirmed))
+        rows = _logged(sink.rows(run.target), _added(remote))
+        loaded = _with_stored_rows(engine, loaded, rows, _pins(remote, confirmed))
     return planned_with(engine, sink, loaded, remote, confirmed)
 
 
@@ -106,15 +108,24 @@ def _starts_late(loaded: Loaded, confirmed: Confirmed | None) -> bool:
     return confirmed is None or bool(confirmed.steps[0] < loaded.history.steps[0])
 
 
+def _logged(
+    rows: Iterable[Mapping[str, object]], added: frozenset[str]
+) -> list[Mapping[str, object]]:
+    """Rows as they were logged, without what was derived from them."""
+    return [{key: row[key] for key in row if key not in added} for row in rows]
+
+
 def _with_stored_rows(
-    engine: Engine, sink: Sink, loaded: Loaded, pins: Mapping[str, float]
+    engine: Engine,
+    loaded: Loaded,
+    rows: Sequence[Mapping[str, Any]],
+    pins: Mapping[str, float],
 ) -> Loaded:
     """A log that was truncated at a restart continues the rows that the server holds.
 
     They are aligned like the attempt that wrote them, so that nothing of it is erased and a
     validation record at the resume step merges into its row.
     """
-    rows = list(sink.rows(loaded.run.target))
     first = int(loaded.history.steps[0])
     if not rows or int(rows[0][STEP]) >= first:
         return loaded
@@ -161,10 +172,12 @@ def planned_with(
     settings, run = engine.settings, loaded.run
     ready = readiness_of(loaded, settings, engine.now())
     history = loaded.history.head(ready.rows)
+    # What was derived once is no part of a row's identity, also if it is logged by now.
+    history = replace(history, added=history.added | _added(remote))
     held = held_rows(history, remote, confirmed)
     if held is None:
         assert remote is not None, "without a run nothing is held"
-        held = _read_held(sink, run.target, remote)
+        held = _read_held(sink, run.target, remote, history.added)
     extra = loaded.around.extra
     if remote is not None and (extra.files or extra.artifacts):
         remote = sink.with_parts(run.target, remote)
@@ -187,9 +200,14 @@ def planned_with(
     return Prepared(loaded, ready, held, remote, plan, parcel)
 
 
-def _read_held(sink: Sink, target: Target, remote: RemoteState) -> Held:
+def _added(remote: RemoteState | None) -> frozenset[str]:
+    """The columns on the server that were derived by us."""
+    return remote.marker.added if remote is not None and remote.marker is not None else frozenset()
+
+
+def _read_held(sink: Sink, target: Target, remote: RemoteState, added: frozenset[str]) -> Held:
     """All rows that the server holds; fewer than it counts prove nothing."""
-    held = held_from_rows(sink.rows(target))
+    held = held_from_rows(sink.rows(target), added)
     if len(held.steps) != remote.lines:
         raise RefusedByServer(
             f"the server counts {remote.lines} rows of this run but gives {len(held.steps)} back, "

@@ -21,6 +21,7 @@ from verl_logsync.columns import STEP, json_values
 from verl_logsync.errors import StateError, quoted
 from verl_logsync.model import MARKER_KEY, Action, FileRef, History, Marker, Segment, UploadPlan
 from verl_logsync.transaction_log.records import (
+    alert_record,
     console_record,
     counter_record,
     exit_record,
@@ -95,6 +96,7 @@ def payloads(plan: UploadPlan, entity: str, folder: Path) -> Iterator[bytes]:
     yield from plan.extra.metrics or _counters(plan.history)
     yield from plan.extra.others
     yield from plan.extra.events
+    yield from (alert_record(alert.title, alert.text) for alert in plan.alerts)
     if plan.extra.files:
         yield files_record(plan.extra.files)
     for artifact in plan.extra.artifacts:
@@ -120,8 +122,8 @@ def _run_payload(plan: UploadPlan, entity: str) -> bytes:
         notes=extra.notes,
         group=extra.group[:_LONGEST_NAME],
         job_type=extra.job_type[:_LONGEST_TAG],
-        tags=[tag[:_LONGEST_TAG] for tag in dict.fromkeys(extra.tags) if tag],
     )
+    tags = [tag[:_LONGEST_TAG] for tag in dict.fromkeys(plan.tags or ()) if tag]
     return run_record(
         run_id=plan.target.run_id,
         entity=entity,
@@ -129,6 +131,7 @@ def _run_payload(plan: UploadPlan, entity: str) -> bytes:
         config={**plan.config, MARKER_KEY: marker_value(plan.marker)},
         started_at=plan.started_at,
         words=words if plan.new_run else b"",
+        tags=tags,
         branch_step=plan.branch_step if plan.action is Action.REWIND else None,
     )
 
@@ -144,6 +147,9 @@ def marker_value(marker: Marker) -> dict[str, Any]:
         "clock": dict(marker.clock),
         "events": [list(segment) for segment in marker.events],
         "logs": [list(segment) for segment in marker.logs],
+        "diagnostics": marker.diagnostics,
+        "added": sorted(marker.added),
+        "alerts": list(marker.alerts),
     }
 
 
@@ -161,6 +167,9 @@ def read_marker(stored: object) -> Marker | None:
             {str(k): float(v) for k, v in dict(stored["clock"]).items()},
             _segments(stored["events"]),
             _segments(stored["logs"]),
+            str(stored.get("diagnostics", "")),
+            frozenset(map(str, stored.get("added") or ())),
+            tuple(map(str, stored.get("alerts") or ())),
         )
     except (KeyError, TypeError, ValueError):
         return None
