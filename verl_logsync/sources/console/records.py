@@ -32,6 +32,7 @@ _REPLACED: Final = "\ufffd"  # stands for bytes that are no UTF-8
 _NO_KEY: Final = re.compile(r"[\ufffd\x00-\x1f\x7f-\x9f]|:-?\d")
 _NOT_IN_KEY: Final = re.compile(r"[ :]")
 _FEWEST: Final = 3
+_LONGEST_PAIR: Final = 300
 _MOST_LINES: Final = 5000
 _SAMPLE: Final = 40
 
@@ -136,7 +137,7 @@ def is_orphan(text: str, first_key: str = "") -> bool:
     if sum(_is_pair(piece) for piece in pieces) >= _FEWEST or _BROKEN_HEAD.match(text):
         return True
     likely = _has_junk(text) or text.startswith("step") or f" {first_key}:" in f" {text}"
-    return likely and bool(_PAIR_AT_END.search(text))
+    return likely and bool(_PAIR_AT_END.search(text[-_LONGEST_PAIR:]))
 
 
 def _is_pair(piece: str) -> bool:
@@ -173,18 +174,19 @@ class Broken:
             return False
         if known_width and not known_width - 1 <= width <= known_width:
             return False
+        if len(more) > width + 1 and self.complete:
+            return False
         last = self.text.rpartition(_BETWEEN)[2]
         joined = _joined(last, more, max(width, known_width))
         if joined is None:
             return False
-        sure = not _whole(last) or _BETWEEN in joined or width == len(more) or width == known_width
-        if not sure:
+        if self.complete and _BETWEEN not in joined and width != known_width:
             # "0.97" and then "8": a broken number, or a number that someone printed.
-            self.unsure = longest <= width <= self.WIDEST
+            self.unsure = _whole(joined) and longest <= width <= self.WIDEST
             return False
         self.text = self.text[: len(self.text) - len(last)] + joined
         self.lines += 1
-        self.ended = len(more) < max(width, known_width) - 1
+        self.ended = not _is_full(more, max(width, known_width))
         if len(more) == width + 1:
             self.width += 1  # the first line had lost its trailing space
         return True
@@ -197,7 +199,7 @@ class Broken:
 
 def _joined(last: str, more: str, width: int) -> str | None:
     """The last piece and the new line, when together they are pairs."""
-    ends = len(more) < width - 1
+    ends = not _is_full(more, width)
     # A copied terminal line lacks its trailing space, which may belong to " - ".
     for between in ("", " "):
         joined = last + between + more
@@ -205,6 +207,11 @@ def _joined(last: str, more: str, width: int) -> str | None:
         if all(map(_whole, whole)) and (_whole(rest) if ends else " " not in rest.strip(" -")):
             return joined
     return None
+
+
+def _is_full(line: str, width: int) -> bool:
+    """Whether a line reaches the edge of a terminal that is about so wide."""
+    return width - 1 <= len(line) <= width + 1
 
 
 def _whole(piece: str) -> bool:
