@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ def _pairs(step: int, pieces: Sequence[str]) -> Record:
     for piece in pieces:
         key, _, printed = piece.rpartition(":")
         value = number(printed)
-        if value is None or not key or _NO_KEY.search(key):
+        if value is None or not _is_key(key):
             dropped.append(piece[:_SAMPLE])
             lost.add(piece.partition(":")[0])
         elif key in values or key in lost:
@@ -99,6 +100,11 @@ def _pairs(step: int, pieces: Sequence[str]) -> Record:
             if printed in _NOTHING:
                 vanished.append(key)
     return Record(step, values, tuple(dropped), repeated, coarse, tuple(vanished))
+
+
+@functools.lru_cache(1 << 14)
+def _is_key(key: str) -> bool:
+    return bool(key) and not _NO_KEY.search(key)
 
 
 def _is_damaged(text: str) -> bool:

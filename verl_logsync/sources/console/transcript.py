@@ -238,7 +238,7 @@ class Transcript:
         try:
             return list(map(self._known.__getitem__, forms))
         except KeyError:
-            self._learn(set(forms) - self._known.keys())
+            self._learn({form for form in forms if form not in self._known})
         return list(map(self._known.__getitem__, forms))
 
     def _learn(self, forms: set[bytes]) -> None:
