@@ -26,6 +26,8 @@ OnRestart = Literal["ask", "replace"]
 
 #: So many conflicts are kept word for word; all are counted.
 CONFLICTS_KEPT: Final = 20
+#: A log that prints three decimals is less precise than any that does not.
+_ROUNDED: Final = 100
 #: Runs start at step 0 (validation before training) or 1; what starts later was resumed.
 _LATEST_START: Final = 1
 #: Relative difference up to which two prints of one number are the same.
@@ -124,7 +126,8 @@ def _gather(attempts: Sequence[AttemptReading], precisions: Mapping[str, int]) -
             count = reading.rows.num_rows
             tables.append(reading.rows)
             sessions.append(np.full(count, number, dtype=np.int64))
-            precision.append(np.full(count, precisions[file.source], dtype=np.int64))
+            rounded = _ROUNDED if reading.rounding else 0
+            precision.append(np.full(count, precisions[file.source] - rounded, dtype=np.int64))
             training.append(training_rows(reading.rows))
             slack.append(np.full(count, reading.rounding))
     if not tables:

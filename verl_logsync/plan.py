@@ -195,13 +195,14 @@ class Derived:
     """What was derived from the history besides columns.
 
     `version` names the program that derived them; `config` goes into the run's config, `tags` are
-    added to the run's, `alerts` are told once each.
+    added to the run's, `alerts` are told once each, `notes` are for the report.
     """
 
     version: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
     tags: tuple[str, ...] = ()
     alerts: tuple[Alert, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 NOTHING_DERIVED: Final = Derived()
@@ -475,7 +476,7 @@ def _filled(
         started_at=situation.started_at,
         new_run=situation.remote is None,
         expect=_NO_EXPECTATION,
-        notes=(*decision.notes, *ready.notes, *_version_note(situation)),
+        notes=(*decision.notes, *ready.notes, *_version_note(situation), *situation.derived.notes),
         alerts=_alerts(situation),
         tags=_tags(situation),
     )

@@ -23,6 +23,7 @@ from verl_logsync.model import (
     UploadPlan,
     Verdict,
 )
+from verl_logsync.pipeline.deriving import diagnosed
 from verl_logsync.pipeline.engine import Engine, attempted, by_project, failed_outcome, sends
 from verl_logsync.pipeline.loading import Loaded, load, stored_attempt
 from verl_logsync.plan import Held, Situation, held_from_rows, held_rows, make_plan
@@ -92,7 +93,11 @@ def _prepare(engine: Engine, sink: Sink, run: RunSources, remote: RemoteState | 
     if remote is not None and remote.lines and _starts_late(loaded, confirmed):
         rows = _logged(sink.rows(run.target), _added(remote))
         loaded = _with_stored_rows(engine, loaded, rows, _pins(remote, confirmed))
-    return planned_with(engine, sink, loaded, remote, confirmed)
+    if engine.settings.diagnostics:
+        loaded = diagnosed(engine, loaded).loaded
+    return planned_with(
+        engine, sink, loaded, remote, confirmed, recompute=engine.settings.recompute
+    )
 
 
 def _pins(remote: RemoteState | None, confirmed: Confirmed | None) -> Mapping[str, float]:
@@ -159,6 +164,7 @@ def readiness_of(loaded: Loaded, settings: Settings, now: float) -> Readiness:
         loaded.run.changed_at,
         now,
         Patience(settings.settle, settings.stale_after, settings.final),
+        loaded.dumped_to,
     )
 
 
@@ -168,7 +174,10 @@ def planned_with(
     loaded: Loaded,
     remote: RemoteState | None,
     confirmed: Confirmed | None,
+    *,
+    recompute: bool = False,
 ) -> Prepared:
+    """Plan what is to be sent; `recompute` sends all rows anew."""
     settings, run = engine.settings, loaded.run
     ready = readiness_of(loaded, settings, engine.now())
     history = loaded.history.head(ready.rows)
@@ -194,6 +203,8 @@ def planned_with(
         knows_less=not loaded.continued and _knows_less(run, remote, confirmed),
         held_back=len(loaded.history) - ready.rows,
         on_rewrite=settings.on_rewrite,
+        derived=loaded.derived,
+        recompute=recompute,
     )
     plan = make_plan(situation)
     parcel = sink.pack(plan) if plan.sends and sends(engine) else None
