@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
+import pyarrow as pa
 
 from verl_logsync.columns import STEP, TIMESTAMP, as_numbers
 from verl_logsync.diagnostics import DiagnoseOptions, Diagnosis, Finding, diagnose, load_rules
+from verl_logsync.diagnostics.rules import PREFIX, WORST
 from verl_logsync.diagnostics.tables import SAMPLES, sample_tables
 from verl_logsync.diagnostics.wording import summed_up
 from verl_logsync.errors import InputError, UsageError
@@ -71,11 +73,23 @@ def _with_columns(history: History, columns: Mapping[str, Any]) -> History:
     """The history with those columns that were not logged, and hold anything."""
     table = history.table
     added = set()
-    for name, column in columns.items():
+    for name, whole in columns.items():
+        column = _from_first_alarm(name, whole)
         if name not in table.column_names and column.null_count < len(column):
             table = table.append_column(name, column)
             added.add(name)
     return replace(history, table=table, added=history.added | added)
+
+
+def _from_first_alarm(name: str, column: Any) -> Any:
+    """A rule that never spoke needs no column: its level begins with its first alarm."""
+    if not name.startswith(PREFIX) or name == WORST:
+        return column
+    levels = as_numbers(column)
+    alarms = np.flatnonzero(levels > 0)
+    first = int(alarms[0]) if len(alarms) else len(levels)
+    shown = (np.arange(len(levels)) >= first) & np.isfinite(levels)
+    return pa.array(np.where(shown, levels, 0).astype(np.int64), mask=~shown)
 
 
 def _with_files(loaded: Loaded, files: Iterable[FileRef]) -> Loaded:
