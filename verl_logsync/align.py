@@ -108,6 +108,7 @@ def align(
         conflict_count=count,
         notes=(*_reading_notes(attempts), *_notes(rows, superseded, history)),
         origins=tuple(_origins(attempts, rows, kept)),
+        below_precision=tuple(_below_precision(attempts)),
     )
     return history, account
 
@@ -348,7 +349,7 @@ def _attempt_of_rows(rows: _Rows, kept: _Bools, steps: _Ints) -> _Ints:
 def _reading_notes(attempts: Sequence[AttemptReading]) -> list[str]:
     """What the sources had to say about their files."""
     notes = [note for attempt in attempts for _, r in attempt.readings for note in r.notes]
-    coarse = sorted({k for a in attempts for _, r in a.readings for k in r.below_precision})
+    coarse = _below_precision(attempts)
     if coarse:
         more = f" and {len(coarse) - 5} more" if len(coarse) > 5 else ""
         notes.append(
@@ -356,6 +357,10 @@ def _reading_notes(attempts: Sequence[AttemptReading]) -> list[str]:
             "there only says that the value is below 0.0005"
         )
     return list(dict.fromkeys(notes))
+
+
+def _below_precision(attempts: Sequence[AttemptReading]) -> list[str]:
+    return sorted({k for a in attempts for _, r in a.readings for k in r.below_precision})
 
 
 def _origins(attempts: Sequence[AttemptReading], rows: _Rows, kept: _Bools) -> Iterator[Origin]:

@@ -406,6 +406,7 @@ class Account:
     conflict_count: int = 0
     notes: tuple[str, ...] = ()
     origins: tuple[Origin, ...] = ()
+    below_precision: tuple[str, ...] = ()
 
     @property
     def balanced(self) -> bool:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from verl_logsync.catalog import bind, told_apart
 from verl_logsync.columns import STEP
@@ -30,6 +30,10 @@ from verl_logsync.plan import Held, Situation, held_from_rows, held_rows, make_p
 from verl_logsync.readiness import Patience, Readiness, judge
 from verl_logsync.settings import Settings
 from verl_logsync.verl_keys import is_training_key
+
+#: The config key of a run that says how exact its data are: where times come from, and which keys
+#: were printed as 0 although they may only be small.
+DATA_KEY: Final = "verl_logsync_data"
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,12 +207,20 @@ def planned_with(
         knows_less=not loaded.continued and _knows_less(run, remote, confirmed),
         held_back=len(loaded.history) - ready.rows,
         on_rewrite=settings.on_rewrite,
-        derived=loaded.derived,
+        derived=replace(loaded.derived, config={**loaded.derived.config, **_marks(loaded)}),
         recompute=recompute,
     )
     plan = make_plan(situation)
     parcel = sink.pack(plan) if plan.sends and sends(engine) else None
     return Prepared(loaded, ready, held, remote, plan, parcel)
+
+
+def _marks(loaded: Loaded) -> dict[str, Any]:
+    """What is not as exact as it looks, for the run's config."""
+    marks: dict[str, Any] = {"time": loaded.history.clock}
+    if loaded.account.below_precision:
+        marks["below_precision"] = list(loaded.account.below_precision)
+    return {DATA_KEY: marks}
 
 
 def _added(remote: RemoteState | None) -> frozenset[str]:
