@@ -254,6 +254,7 @@ def _knows_less(run: RunSources, remote: RemoteState | None, confirmed: Confirme
 
 
 def outcome_of(prepared: Prepared, *, rows_sent: int, verdict: Verdict | None) -> Outcome:
+    """What became of a run whose plan was made."""
     plan, loaded = prepared.plan, prepared.loaded
     return Outcome(
         plan.target,
