@@ -9,10 +9,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from verl_logsync.testing.tables import column, series, table, verl_file
 from verl_logsync.columns import STEP
 from verl_logsync.diagnostics.canonical import canonical_series, version_hint
 from verl_logsync.diagnostics.derived import Derived, Given
+from verl_logsync.testing.tables import column, series, table, verl_file
 
 NOTHING = Given()
 GRPO = {

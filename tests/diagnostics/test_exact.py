@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verl_logsync.testing.tables import column, table, verl_file
 from verl_logsync.diagnostics import diagnose
 from verl_logsync.diagnostics.configuration import Configuration
 from verl_logsync.diagnostics.derived import Asked, Derived, gathered
@@ -17,6 +16,7 @@ from verl_logsync.diagnostics.exact import exact
 from verl_logsync.diagnostics.series import Frame
 from verl_logsync.rollouts.reduce import reduce_file
 from verl_logsync.rollouts.values import ReductionOptions
+from verl_logsync.testing.tables import column, table, verl_file
 
 GRPO: dict[str, Any] = {
     "algorithm": {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": True},
@@ -46,8 +46,8 @@ def groups(scores: list[list[float]], lengths: list[list[float]]) -> dict[str, f
     }
 
 
-SCORES = [[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]]
-LENGTHS = [[10, 20, 30, 40], [5, 5, 5, 5], [8, 8, 8, 8], [10, 20, 10, 40]]
+SCORES: list[list[float]] = [[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]]
+LENGTHS: list[list[float]] = [[10, 20, 30, 40], [5, 5, 5, 5], [8, 8, 8, 8], [10, 20, 10, 40]]
 
 
 def test_zero_spread_share_from_the_square() -> None:

@@ -154,7 +154,7 @@ def test_oscillation() -> None:
     assert holds(quiet + wild, condition)[0] == 13
     assert holds(quiet * 2, condition) == []
     once = Condition("oscillation", ("x",), above=3.0, window=4, start=4, share=0.6)
-    assert holds(quiet + [10, 20, 30, 40, 50, 60], once) == []  # it does not turn
+    assert holds([*quiet, 10, 20, 30, 40, 50, 60], once) == []  # it does not turn
 
 
 def test_non_finite_of_all_three_kinds() -> None:
