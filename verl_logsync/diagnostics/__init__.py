@@ -33,8 +33,8 @@ __all__ = [
     "DERIVATIONS",
     "DIAGNOSTICS_VERSION",
     "Described",
-    "Diagnosis",
     "DiagnoseOptions",
+    "Diagnosis",
     "Finding",
     "Rule",
     "Severity",
@@ -202,7 +202,9 @@ def _on_rows(frame: Frame, parts: Sequence[pa.Table]) -> pa.Table:
 
 def _numbers(table: pa.Table) -> dict[str, Series]:
     frame = Frame(table, {})
-    kept = [name for name in frame.first_rows if not pa.types.is_string(table.schema.field(name).type)]
+    kept = [
+        name for name in frame.first_rows if not pa.types.is_string(table.schema.field(name).type)
+    ]
     return {name: frame.logged(name) for name in kept}
 
 

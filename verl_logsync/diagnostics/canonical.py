@@ -318,7 +318,7 @@ def sequences(asked: Asked) -> list[Candidate]:
 
 
 def _rounded(series: Series) -> Series:
-    there = series.finite & (np.nan_to_num(series.values) >= 0.5)  # noqa: PLR2004
+    there = series.finite & (np.nan_to_num(series.values) >= 0.5)
     return plain(np.round(series.values), there)
 
 
@@ -439,7 +439,9 @@ def memory_share(asked: Asked) -> Made:
     peak = "running peak of the training process's allocator; rollout processes are not counted"
     candidates = [
         *(
-            Candidate(_share(divided(frame.logged(key), device)), key, f"{key} / {of_device}", (peak,))
+            Candidate(
+                _share(divided(frame.logged(key), device)), key, f"{key} / {of_device}", (peak,)
+            )
             for key in ("actor/perf/max_memory_reserved_gb", "perf/max_memory_reserved_gb")
         ),
         Candidate(

@@ -97,18 +97,9 @@ def choose(asked: Asked, key: str, candidates: Sequence[Candidate], why_not: str
         facts = {**sources[0], "caveats": notes}
         if len(sources) > 1:
             facts["other_rows"] = sources[1:]
-    wanted = free & _trained(frame)
+    wanted = free & frame.trained
     reason = why_not if bool((wanted & ~there).any()) else ""
     return Made(key, plain(values, there), facts, reason)
-
-
-def _trained(frame: Frame) -> Flags:
-    """Rows of training steps: of others nothing is expected."""
-    from verl_logsync.verl_keys import training_rows
-
-    if len(frame) == 0:
-        return np.zeros(0, dtype=bool)
-    return training_rows(frame.table)
 
 
 def gathered(frame: Frame, made: Sequence[Made]) -> Derived:

@@ -56,7 +56,8 @@ DESCRIBED: Final[tuple[Described, ...]] = (
     ),
     Described(
         "rollout/sequence_latency_ms",
-        "1000 * timing_s/agent_loop/generate_sequences/mean; 1000 * fully_async/processing_time/avg",
+        "1000 * timing_s/agent_loop/generate_sequences/mean;"
+        " 1000 * fully_async/processing_time/avg",
         "agent loop of the v0 trainer, or fully-async",
         "no doubling against the run's own past",
         "rule",

@@ -151,8 +151,10 @@ def advantage_extremes(asked: Asked) -> list[Made]:
     highest, lowest = (frame.logged(f"critic/advantages/{part}") for part in ("max", "min"))
     other = _other_estimator(asked.config)
     both = highest.finite & lowest.finite & (not other)
-    total = plain(highest.values + lowest.values, both & (bool(asked.config.text(cf.ESTIMATOR))
-                                                         | _returns_are_advantages(frame)))
+    total = plain(
+        highest.values + lowest.values,
+        both & (bool(asked.config.text(cf.ESTIMATOR)) | _returns_are_advantages(frame)),
+    )
     not_logged = "the extremes of advantages are not logged, or this is not GRPO"
     made = [
         choose(

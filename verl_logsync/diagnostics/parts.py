@@ -18,11 +18,11 @@ from verl_logsync.diagnostics.windows import Flags, Floats
 
 @dataclass(frozen=True)
 class Condition:
-    """One condition of a rule; see `docs/reference/rules.md` for what each field means to a kind.
+    """One condition of a rule; see `FIELDS` for what its fields mean.
 
     `series` are candidates for one series, the first that is there in a row; `minus` is taken off
-    it, and `over` divides it. `smooth` is how many values a median smooths it over. Windows, `rows`, `start` and `least` count values of the series, not
-    steps.
+    it, and `over` divides it. `smooth` is how many values a median smooths it over. Windows and
+    `rows`, `start` and `least` count values of the series, not steps.
     """
 
     kind: str
@@ -58,13 +58,16 @@ class Values:
     memory: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     def median(self, window: int, least: int) -> Floats:
-        return self._once(("median", window, least), win.trailing_median, window, least)
+        median: Floats = self._once(("median", window, least), win.trailing_median, window, least)
+        return median
 
     def noise(self, window: int, least: int) -> Floats:
-        return self._once(("noise", window, least), win.noise, window, least)
+        noise: Floats = self._once(("noise", window, least), win.noise, window, least)
+        return noise
 
     def change(self, window: int) -> tuple[Floats, Floats, Floats]:
-        return self._once(("change", window), win.change, window)
+        changes: tuple[Floats, Floats, Floats] = self._once(("change", window), win.change, window)
+        return changes
 
     def _once(self, key: tuple[Any, ...], make: Callable[..., Any], *arguments: int) -> Any:
         if key not in self.memory:
@@ -87,8 +90,10 @@ Judge = Callable[[Values, Condition], Judged]
 
 def level(values: Values, condition: Condition) -> Judged:
     """Above or below a limit, for `rows` values on end, after the first `warm_up`."""
-    numbers = values.median(condition.smooth, condition.smooth) if condition.smooth > 1 else (
-        values.numbers
+    numbers = (
+        values.median(condition.smooth, condition.smooth)
+        if condition.smooth > 1
+        else (values.numbers)
     )
     holds = win.sustained(_outside(numbers, condition), condition.rows)
     return Judged(_after(holds, condition.warm_up), numbers, np.full(len(numbers), np.nan))
@@ -138,7 +143,8 @@ def _departs(numbers: Floats, reference: Any, spread: Any, condition: Condition)
         far &= np.abs(moved) >= condition.sigmas * spread
         if condition.reference_above is not None:
             far &= reference > condition.reference_above
-        return far & np.isfinite(reference)
+        departs: Flags = far & np.isfinite(reference)
+        return departs
 
 
 def start(values: Values, condition: Condition) -> Judged:
@@ -175,9 +181,7 @@ def slope(values: Values, condition: Condition) -> Judged:
         rise, error, mean = win.slope(values.numbers, condition.window)
         size = _relative(rise, mean) if condition.relative else rise
         clear = np.abs(rise) >= condition.sigmas * error
-    return Judged(
-        win.sustained(_outside(size, condition) & clear, condition.rows), size, mean
-    )
+    return Judged(win.sustained(_outside(size, condition) & clear, condition.rows), size, mean)
 
 
 def ratio(values: Values, condition: Condition) -> Judged:
@@ -213,9 +217,7 @@ def oscillation(values: Values, condition: Condition) -> Judged:
 def non_finite(values: Values, condition: Condition) -> Judged:
     """NaN or infinite. This kind sees all values, the others finite ones only."""
     bad = ~np.isfinite(values.numbers)
-    return Judged(
-        win.sustained(bad, condition.rows), values.numbers, np.full(len(bad), np.nan)
-    )
+    return Judged(win.sustained(bad, condition.rows), values.numbers, np.full(len(bad), np.nan))
 
 
 def _outside(numbers: Floats, condition: Condition) -> Flags:
@@ -253,3 +255,35 @@ KINDS: Final[Mapping[str, Judge]] = {
     "non_finite": non_finite,
 }
 CONFIG: Final = "config"
+
+#: What each kind means, and each field, for the documentation.
+MEANINGS: Final[Mapping[str, str]] = {
+    "level": "the value (smoothed over `smooth` values) is `above` or `below` a limit, for `rows`"
+    " values on end, not in the first `warm_up` values",
+    "jump": "the value is `above` or `below` so many times the median of the `window` values before"
+    " it, at least `least` of them, for `rows` values on end; the reference stands still meanwhile,"
+    " for up to `hold` values",
+    "start": "the value (smoothed) is `above` or `below` so many times the median of the run's"
+    " first `start` values after `skip`",
+    "trend": "the change from the first to the last third of the last `window` values, by medians,"
+    " is `above`, `below` or `within` limits",
+    "slope": "the rise over `window` values of the straight line through them is `above` or `below`"
+    " a limit",
+    "ratio": "the change of the series by that of the series `against`, within the last `window`"
+    " values, is `above`, `below` or `within` limits; the other must have risen by `change`",
+    "oscillation": "the last `window` values turn in `share` of the places, and swing `above` so"
+    " many times as far as at the start",
+    "non_finite": "the value is NaN, infinite, or the null that newer verl writes for them",
+    CONFIG: "the number (true is 1) under a key of verl's configuration is `above`, `below` or"
+    " `within` limits",
+}
+FIELDS: Final[Mapping[str, str]] = {
+    "series": "the key, or a list of keys of which the first that a row has counts",
+    "minus": "another key, taken off the series",
+    "over": "another key, by which the series is divided",
+    "change": "the least distance from the reference, in the series' own unit",
+    "sigmas": "the least distance in standard deviations of the series' own noise (`jump`) or"
+    " standard errors of the change (`trend`, `slope`, `ratio`)",
+    "reference_above": "the reference must be above this",
+    "relative": "the change is divided by the value before it",
+}

@@ -83,14 +83,12 @@ def load_rules(text: str = "", place: str = "rules") -> tuple[Rule, ...]:
     unknown = set(merged) - {"rules"}
     if unknown:
         raise UsageError(
-            f"unknown table {sorted(unknown)[0]!r}", place=place, hint="Rules are [rules.CODE]"
+            f"unknown table {min(unknown)!r}", place=place, hint="Rules are [rules.CODE]"
         )
     tables = merged.get("rules", {})
     if not isinstance(tables, Mapping):
         raise UsageError("rules must be tables", place=place, hint="Write [rules.CODE]")
-    return tuple(
-        _rule(code, table, place) for code, table in tables.items() if not _is_off(table)
-    )
+    return tuple(_rule(code, table, place) for code, table in tables.items() if not _is_off(table))
 
 
 def _is_off(table: Any) -> bool:
@@ -129,7 +127,7 @@ def _rule(code: str, table: Any, place: str) -> Rule:
     unknown = set(table) - _RULE_KEYS
     if unknown:
         known = ", ".join(sorted(_RULE_KEYS))
-        raise UsageError(f"unknown key {sorted(unknown)[0]!r}", place=where, hint=f"Known: {known}")
+        raise UsageError(f"unknown key {min(unknown)!r}", place=where, hint=f"Known: {known}")
     severity = table.get("severity", "warning")
     if severity not in SEVERITIES:
         raise UsageError(f"severity must be one of {', '.join(SEVERITIES)}", place=where)
@@ -150,9 +148,7 @@ def _rule(code: str, table: Any, place: str) -> Rule:
     )
 
 
-def _critical(
-    parts: Mapping[str, Any], more: Any, where: str
-) -> tuple[Condition, ...]:
+def _critical(parts: Mapping[str, Any], more: Any, where: str) -> tuple[Condition, ...]:
     if not isinstance(more, Mapping) or set(more) - set(parts):
         raise UsageError(
             "critical must name parts of the rule", place=where, hint="critical.NAME = { ... }"
@@ -193,7 +189,7 @@ def _value(key: str, value: Any, where: str) -> Any:
             raise UsageError("must be a name or a list of names", place=where)
         return tuple(names)
     if key == "within":
-        if not isinstance(value, list) or len(value) != 2:  # noqa: PLR2004
+        if not isinstance(value, list) or len(value) != 2:
             raise UsageError("must be two numbers", place=where)
         low, high = (_number(item, where) for item in value)
         return low, high
@@ -390,7 +386,7 @@ def _spread_out(count: int, key: str, rows: Ints, judged: Judged) -> _Seen:
 
 def _and(seen: Sequence[_Seen]) -> Flags:
     """Rows in which all hold and the first has a value of its own."""
-    holds = seen[0].had.copy()
+    holds: Flags = seen[0].had.copy()
     for one in seen:
         holds &= one.holds
     return holds
@@ -410,7 +406,7 @@ def _findings(steps: Ints, rule: Rule, verdict: _Verdict) -> Iterator[Finding]:
             asked = [c for c in conditions if c.kind != CONFIG]
             yield Finding(
                 rule.code,
-                severity,  # type: ignore[arg-type]
+                severity,
                 verdict.seen[0].key,
                 int(steps[row]),
                 int(steps[judged[last]]),
@@ -455,9 +451,7 @@ def _shown(value: float) -> float | str:
     return "not a finite number"
 
 
-def _says(
-    rule: Rule, conditions: Sequence[Condition], seen: Sequence[_Seen], row: int
-) -> str:
+def _says(rule: Rule, conditions: Sequence[Condition], seen: Sequence[_Seen], row: int) -> str:
     parts = [
         _sentence(condition, one, row) for condition, one in zip(conditions, seen, strict=True)
     ]

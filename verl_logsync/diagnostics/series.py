@@ -17,7 +17,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from verl_logsync.columns import AXES, MISSING, STEP, decode
+from verl_logsync.columns import AXES, MISSING, STEP, as_text, common_type, decode
+from verl_logsync.verl_keys import training_rows
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
@@ -72,6 +73,11 @@ class Frame:
         return found
 
     @cached_property
+    def trained(self) -> Flags:
+        """The rows of training steps; of others, validations for example, little is expected."""
+        return training_rows(self.table) if len(self) else np.zeros(0, dtype=bool)
+
+    @cached_property
     def _read(self) -> dict[str, Series]:
         return {}
 
@@ -117,7 +123,9 @@ class Frame:
 
     def stretches(self) -> list[tuple[slice, frozenset[str]]]:
         """Stretches of rows in which no new key appears, with the keys seen by then."""
-        starts = sorted({0, *self.first_rows.values()}) if len(self) else []
+        if len(self) == 0:
+            return []
+        starts = sorted({0, *self.first_rows.values()})
         known = sorted((row, name) for name, row in self.first_rows.items())
         found: list[tuple[slice, frozenset[str]]] = []
         for start, end in zip(starts, [*starts[1:], len(self)], strict=True):
@@ -170,8 +178,6 @@ def filled(logged: pa.Array | pa.ChunkedArray, added: pa.Array | pa.ChunkedArray
 
     That happens where a run went on under a verl that logs what the earlier one did not.
     """
-    from verl_logsync.columns import as_text, common_type
-
     kind = common_type([logged.type, added.type], large_integers=True)
     if pa.types.is_string(kind):
         return pc.coalesce(as_text(logged), as_text(added))

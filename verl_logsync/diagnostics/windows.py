@@ -53,7 +53,8 @@ def sustained(flags: Flags, rows: int) -> Flags:
 def noise(values: Floats, window: int, least: int) -> Floats:
     """Standard deviation of single values about their trend, from differences of neighbours."""
     steps = np.abs(np.diff(values, prepend=values[:1]))
-    return trailing_median(steps, window, least) * (_MAD / np.sqrt(2.0))
+    scaled: Floats = trailing_median(steps, window, least) * (_MAD / np.sqrt(2.0))
+    return scaled
 
 
 def change(values: Floats, window: int) -> tuple[Floats, Floats, Floats]:

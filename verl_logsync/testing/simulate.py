@@ -58,7 +58,7 @@ DISEASES: Final[Mapping[str, Disease]] = {
         _disease(
             "entropy_collapse",
             "the entropy falls to a hundredth within 40 steps",
-            "ENTROPY_COLLAPSE ENTROPY_SUDDEN_DROP",
+            "ENTROPY_COLLAPSE ENTROPY_SUDDEN_DROP ENTROPY_GONE",
             25,
         ),
         _disease(
@@ -66,14 +66,14 @@ DISEASES: Final[Mapping[str, Disease]] = {
             "the KL divergence grows by 12 % a step, and the reward falls later",
             "KL_EXPLOSION",
             25,
-            "KL_UP_REWARD_DOWN REWARD_DECLINE REWARD_CRASH",
+            "KL_UP_REWARD_DOWN REWARD_DECLINE REWARD_CRASH DEAD_GROUPS DEAD_GROUPS_RISE",
         ),
         _disease(
             "reward_crash",
             "every score is 0",
             "REWARD_CRASH",
             4,
-            "REWARD_DECLINE NO_ADVANTAGE DEAD_GROUPS GRADIENT_ZERO",
+            "REWARD_DECLINE NO_ADVANTAGE DEAD_GROUPS DEAD_GROUPS_RISE KL_UP_REWARD_DOWN",
         ),
         _disease(
             "length_hacking",
@@ -90,14 +90,17 @@ DISEASES: Final[Mapping[str, Disease]] = {
             "MEMORY_GROWS",
         ),
         _disease(
-            "slow_rollouts", "generation takes three times as long", "SLOW_ROLLOUTS", 4, "SLOW_STEPS"
+            "slow_rollouts",
+            "generation takes three times as long",
+            "SLOW_ROLLOUTS SLOWER_ROLLOUTS",
+            4,
+            "SLOW_STEPS",
         ),
         _disease(
             "dead_groups",
             "each prompt is solved always or never",
-            "DEAD_GROUPS NO_ADVANTAGE",
+            "DEAD_GROUPS NO_ADVANTAGE DEAD_GROUPS_RISE",
             6,
-            "GRADIENT_ZERO",
         ),
         _disease("nan_gradient", "the gradient norm is NaN in one step", "GRADIENT_NON_FINITE", 0),
         _disease(
@@ -109,7 +112,7 @@ DISEASES: Final[Mapping[str, Disease]] = {
         _disease(
             "reward_up_kl_flat",
             "the reward rises by 0.4 within 100 steps while the KL divergence stays where it is",
-            "REWARD_UP_KL_FLAT",
+            "REWARD_UP_KL_FLAT REWARD_UP_KL_FLAT_SLOWLY",
             60,
         ),
     )
@@ -300,29 +303,32 @@ def _lengths(run: _Run, scores: Floats) -> Floats:
         typical = typical * np.minimum(1.025**run.sick, 5.0)
         right = np.where(run.sick > 0, 1.35, right)
     drawn = np.exp(run.rng.normal(0, 0.45, scores.shape))
-    by_score = np.where(scores > 0.5, right[:, None, None], 1.0)  # noqa: PLR2004
-    return np.clip(np.round(typical[:, None, None] * drawn * by_score), 8, 2048)
+    by_score = np.where(scores > 0.5, right[:, None, None], 1.0)
+    lengths: Floats = np.clip(np.round(typical[:, None, None] * drawn * by_score), 8, 2048)
+    return lengths
 
 
 def _columns(run: _Run, keys: KeySet) -> dict[str, Floats]:
     scores, advantages, lengths = _responses(run)
-    columns = {
+    return {
         **_policy(run, advantages, keys),
         **_rewards(run, scores, advantages, lengths),
         **_timing(run, lengths, keys),
         **_memory(run, keys),
         **_trainer(run, keys),
     }
-    return columns
 
 
 def _rewards(run: _Run, scores: Floats, advantages: Floats, lengths: Floats) -> dict[str, Floats]:
-    flat = (run.steps, -1)
-    s, a, n = scores.reshape(flat), advantages.reshape(flat), lengths.reshape(flat)
+    s, a, n = (values.reshape(run.steps, -1) for values in (scores, advantages, lengths))
     by_token = (a * n).sum(axis=1) / n.sum(axis=1)
     columns: dict[str, Floats] = {}
     for name in ("critic/score", "critic/rewards"):
-        columns |= {f"{name}/mean": s.mean(axis=1), f"{name}/max": s.max(1), f"{name}/min": s.min(1)}
+        columns |= {
+            f"{name}/mean": s.mean(axis=1),
+            f"{name}/max": s.max(1),
+            f"{name}/min": s.min(1),
+        }
     for name in ("critic/advantages", "critic/returns"):
         columns |= {f"{name}/mean": by_token, f"{name}/max": a.max(1), f"{name}/min": a.min(1)}
     prompt = np.round(run.rng.normal(90, 2, run.steps), 2)
@@ -336,8 +342,8 @@ def _rewards(run: _Run, scores: Floats, advantages: Floats, lengths: Floats) -> 
         "prompt_length/max": np.ceil(prompt + 8),
         "prompt_length/min": np.floor(prompt - 8),
         "prompt_length/clip_ratio": np.full(run.steps, 0.02),
-        "perf/total_num_tokens": np.round(n.sum(axis=1) + prompt * n.shape[1]),
-        "variance_proxy/expected_a_squared": (a**2).mean(axis=1),
+        "perf/total_num_tokens": np.round(n.sum(axis=1) + prompt * run.prompts * run.group_size),
+        "variance_proxy/expected_a_squared": np.square(a).mean(axis=1),
     }
 
 
@@ -350,7 +356,7 @@ def _policy(run: _Run, advantages: Floats, keys: KeySet) -> dict[str, Floats]:
         entropy = entropy * np.maximum(np.exp(-run.sick / 9), 0.01)
     kl = _divergence(run)
     gradient = run.noisy(np.full(steps, traits["gradient"]), 0.15)
-    spikes = run.rng.random(steps) < 0.004  # noqa: PLR2004
+    spikes = run.rng.random(steps) < 0.004
     gradient = np.where(spikes, gradient * run.rng.uniform(3, 14, steps), gradient)
     gradient = np.where(np.all(advantages == 0, axis=(1, 2)), gradient * 0.01, gradient)
     if run.has("nan_gradient"):
@@ -387,7 +393,7 @@ def _timing(run: _Run, lengths: Floats, keys: KeySet) -> dict[str, Floats]:
     flat = lengths.reshape(run.steps, -1)
     tail = 0.5 * flat.max(axis=1) + 0.5 * flat.mean(axis=1)
     generation = run.noisy(4 + run.traits["seconds_per_token"] * tail, 0.06)
-    slow = run.rng.random(run.steps) < 0.006  # noqa: PLR2004
+    slow = run.rng.random(run.steps) < 0.006
     generation = np.where(slow, generation * run.rng.uniform(1.5, 4, run.steps), generation)
     if run.has("slow_rollouts"):
         generation = np.where(run.sick > 0, generation * 3, generation)
