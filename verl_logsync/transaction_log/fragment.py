@@ -74,7 +74,7 @@ def write_fragment(
         ) from error
     path = folder / f"run-{plan.target.run_id}.wandb"
     with TransactionLogWriter(path, durable=use == "carry") as log:
-        for payload in payloads(plan, entity, folder):
+        for payload in payloads(plan, entity, folder if use == "send" else None):
             log.write_payload(payload)
     return folder
 
@@ -90,8 +90,12 @@ def _place(file: FileRef, folder: Path, use: Literal["send", "carry"]) -> None:
         place.symlink_to(file.path.absolute())
 
 
-def payloads(plan: UploadPlan, entity: str, folder: Path) -> Iterator[bytes]:
-    """The records of a fragment, serialised, in the order in which they are replayed."""
+def payloads(plan: UploadPlan, entity: str, folder: Path | None) -> Iterator[bytes]:
+    """The records of a fragment, serialised, in the order in which they are replayed.
+
+    Args:
+        folder: where the fragment is; None when it is to be carried elsewhere.
+    """
     yield _run_payload(plan, entity)
     yield from plan.extra.metrics or _counters(plan.history)
     yield from plan.extra.others
@@ -185,7 +189,9 @@ def _counters(history: History) -> Iterator[bytes]:
     return (counter_record(name) for name in COUNTERS if name in names)
 
 
-def _artifact_payload(payload: bytes, plan: UploadPlan, entity: str, folder: Path) -> bytes:
+def _artifact_payload(
+    payload: bytes, plan: UploadPlan, entity: str, folder: Path | None
+) -> bytes:
     """An artifact's record for the target run: with another run or project it is lost.
 
     Local paths must be absolute: where a file is not found, the artifact stays pending in silence.
@@ -197,7 +203,7 @@ def _artifact_payload(payload: bytes, plan: UploadPlan, entity: str, folder: Pat
     record.artifact.project = plan.target.project
     record.artifact.entity = entity
     for entry in record.artifact.manifest.contents:
-        if entry.local_path and not Path(entry.local_path).is_absolute():
+        if folder is not None and entry.local_path and not Path(entry.local_path).is_absolute():
             entry.local_path = str((folder / entry.local_path).absolute())
     return bytes(record.SerializeToString())
 
