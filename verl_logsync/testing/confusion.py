@@ -90,7 +90,8 @@ def _page(seeds: Sequence[int]) -> Iterator[str]:
         f" {seeds[0]} to {seeds[-1]}) of 300 steps that fall ill at step {ONSET} ({NAN_STEP} for"
         " the gradient), judged by the rules as they are shipped. Found means: by a rule that names"
         " the disease, no earlier than it began and within the steps given. Alarms besides are"
-        " warnings and critical findings of rules that the disease should not set off, or before it began."
+        " warnings and critical findings of rules that the disease should not set off, or before it"
+        " began."
         " Simulated runs are not real ones; they show what the rules see, not how often they err.\n"
     )
     yield (
