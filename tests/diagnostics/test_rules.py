@@ -103,9 +103,13 @@ def test_drop_with_noise_change_and_reference() -> None:
     drop = Condition("jump", ("x",), below=0.5, window=8, least=6)
     values = [1.0, 1.1, 0.9, 1.0, 1.1, 0.9, 1.0, 0.4]
     assert holds(values, drop) == [7]
-    more: dict[str, Any]
-    for more in ({"sigmas": 20.0}, {"change": 0.7}, {"reference_above": 1.5}):
-        assert holds(values, replace(drop, **more)) == []
+    stricter = (
+        replace(drop, sigmas=20.0),
+        replace(drop, change=0.7),
+        replace(drop, reference_above=1.5),
+    )
+    for one in stricter:
+        assert holds(values, one) == []
 
 
 def test_collapse_against_the_own_start() -> None:
