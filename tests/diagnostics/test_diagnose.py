@@ -64,14 +64,34 @@ def test_later_keys_change_nothing(fixture_files: Path) -> None:
     """A run that goes on under another verl: what was said of the steps before stays."""
     old = verl_file(fixture_files / "verl_file/whole_run/qwen_small_grpo.jsonl")
     rows = {
-        step: {"timing_s/step": 30.0, "timing_s/testing": 9.0, "actor/pg_loss": 0.1 * step}
+        step: {
+            "timing_s/step": 30.0,
+            "timing_s/testing": 9.0,
+            "timing_s/gen": 20.0,
+            "perf/throughput": 1.0,
+            "actor/pg_loss": 0.1 * step,
+            "response_length/clip_ratio": 0.1,
+        }
         for step in range(1, 11)
     }
+    config = {"data.train_batch_size": 8, "actor_rollout_ref.rollout.n": 5}
     first = table(rows)
     later = table(
-        {**rows, 11: {"actor/loss": 0.5, "timing_s/step": 20.0, "timing_s/update_weights": 1.0}}
+        {
+            **rows,
+            11: {
+                "actor/loss": 0.5,
+                "timing_s/step": 20.0,
+                "timing_s/update_weights": 1.0,
+                "timing_s/wait_prev_gen": 1.0,
+                "training/off_policy/trajectory_spans/mean": 1.0,
+            },
+        }
     )
-    same_start(diagnose(later, {}), diagnose(first, {}))
+    early = diagnose(first, config)
+    assert column(early.columns, "trainer/step_per_second")[0] == pytest.approx(1 / 21)
+    assert column(early.columns, "rollout/latency_ms")[0] == 500.0
+    same_start(diagnose(later, config), early)
     for count in (0, 1, 2, 7, 41):
         same_start(diagnose(old, {}), diagnose(old.slice(0, count), {}))
 

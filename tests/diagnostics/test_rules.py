@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -80,6 +81,12 @@ def test_jump_against_the_median_before() -> None:
     assert holds([1, 1, 1, 1, 2, 1], JUMP) == []  # twice is not more than twice
 
 
+def test_the_reference_leaves_out_all_rows_being_judged() -> None:
+    """With two rows to hold, neither of them is in the median it is compared with."""
+    condition = Condition("jump", ("x",), above=2.0, window=3, least=3, rows=2)
+    assert holds([1, 1, 1, 1, 5, 5], condition) == [5]
+
+
 def test_a_jump_that_lasts_is_told_until_it_becomes_normal() -> None:
     """The reference stands still for `hold` values; after that the new level is the run's own."""
     condition = Condition("jump", ("x",), above=2.0, window=4, least=3, hold=6)
@@ -96,8 +103,13 @@ def test_drop_with_noise_change_and_reference() -> None:
     drop = Condition("jump", ("x",), below=0.5, window=8, least=6)
     values = [1.0, 1.1, 0.9, 1.0, 1.1, 0.9, 1.0, 0.4]
     assert holds(values, drop) == [7]
-    for more in ({"sigmas": 20.0}, {"change": 0.7}, {"reference_above": 1.5}):
-        assert holds(values, Condition("jump", ("x",), below=0.5, window=8, least=6, **more)) == []
+    stricter = (
+        replace(drop, sigmas=20.0),
+        replace(drop, change=0.7),
+        replace(drop, reference_above=1.5),
+    )
+    for one in stricter:
+        assert holds(values, one) == []
 
 
 def test_collapse_against_the_own_start() -> None:
@@ -122,6 +134,8 @@ def test_trend_within_the_noise_is_none() -> None:
     values = [0, 5, 0, 5, 0, 5, 1, 6, 1]
     assert holds(values, Condition("trend", ("x",), above=0.5, window=9)) == [8]
     assert holds(values, Condition("trend", ("x",), above=0.5, window=9, sigmas=3.0)) == []
+    still = Condition("trend", ("x",), within=(-2, 2), window=9, sigmas=3.0)
+    assert holds(values, still) == [8]  # standing still is no matter of being clear of the noise
 
 
 def test_slope() -> None:
@@ -142,9 +156,12 @@ def test_ratio_of_two_trends() -> None:
     still = {s: {"x": 1.0, "y": 0.5} for s in range(1, 7)}
     assert spans(judged(table(rising), flat)) == [("warning", 6, 6)]
     assert spans(judged(table(moving), flat)) == []
-    least = Condition(**{**flat.__dict__, "change": 0.1})
+    least = replace(flat, change=0.1)
     assert spans(judged(table(rising), least)) == [("warning", 6, 6)]
     assert spans(judged(table(still), least)) == []
+    little = {s: {"x": 1.0, "y": 0.5 + 0.05 * (s > 4)} for s in range(1, 7)}
+    assert spans(judged(table(little), flat)) == [("warning", 6, 6)]
+    assert spans(judged(table(little), least)) == []
 
 
 def test_oscillation() -> None:

@@ -72,8 +72,8 @@ def _language() -> Iterator[str]:
     yield "\n## Rules of your own\n"
     yield (
         "`verl-logsync diagnose --rules FILE` reads a TOML file over the shipped one, key by"
-        " key: name only what you change. `off = true` takes a rule away; a new `[rules.CODE]`"
-        " adds one.\n"
+        " key: name only what you change. `off = true` takes a rule away; a new `[rules.CODE]` adds"
+        " one.\n"
     )
     yield (
         "```toml\n[rules.ENTROPY_COLLAPSE]\nparts.fallen.below = 0.2\n\n"

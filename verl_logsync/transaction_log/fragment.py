@@ -189,9 +189,7 @@ def _counters(history: History) -> Iterator[bytes]:
     return (counter_record(name) for name in COUNTERS if name in names)
 
 
-def _artifact_payload(
-    payload: bytes, plan: UploadPlan, entity: str, folder: Path | None
-) -> bytes:
+def _artifact_payload(payload: bytes, plan: UploadPlan, entity: str, folder: Path | None) -> bytes:
     """An artifact's record for the target run: with another run or project it is lost.
 
     Local paths must be absolute: where a file is not found, the artifact stays pending in silence.
