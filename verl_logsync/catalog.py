@@ -36,6 +36,7 @@ from verl_logsync.model import (
 #: Runs start at step 0 (validation before training) or 1; what starts later was resumed.
 _LATEST_START: Final = 1
 _ROTATED: Final = re.compile(r"\.jsonl\.(\d+)$")
+_PACKED: Final = re.compile(r"\.(gz|zst)$")
 #: W&B's own name for runs without a project.
 NO_PROJECT: Final = "uncategorized"
 
@@ -185,12 +186,22 @@ def _without_captures(files: Sequence[LogFile]) -> tuple[list[LogFile], list[Ski
             rest.append(file)
     skips: list[Skip] = []
     for group in caught.values():
-        longest, *others = sorted(group, key=_completeness, reverse=True)
-        rest.append(longest)
-        for file in others:
-            detail = f"the same records as in {longest.place}"
-            skips.append(Skip(SkipReason.DUPLICATE, file.place, detail))
+        kept: list[LogFile] = []
+        for file in sorted(group, key=_completeness, reverse=True):
+            original = next((other for other in kept if _is_captured(file, other)), None)
+            if original is None:
+                kept.append(file)
+            else:
+                detail = f"the same records as in {original.place}"
+                skips.append(Skip(SkipReason.DUPLICATE, file.place, detail))
+        rest.extend(kept)
     return rest, skips
+
+
+def _is_captured(file: LogFile, other: LogFile) -> bool:
+    """Whether the records of a file may all be in another one, which has the same first ones."""
+    ours, theirs = file.facts, other.facts
+    return ours.last_step != theirs.last_step or ours.tail_digest == theirs.tail_digest
 
 
 def _completeness(file: LogFile) -> tuple[int, bool, bool, int, str]:
@@ -275,7 +286,7 @@ def _by_name(files: Sequence[LogFile]) -> dict[tuple[str, str], list[LogFile]]:
         groups.setdefault((group[0].facts.project, named), []).extend(group)
     for file in files:
         if not file.facts.run_id:
-            name = file.facts.name or file.path.stem
+            name = file.facts.name or Path(_PACKED.sub("", file.path.name)).stem
             groups.setdefault((file.facts.project, name), []).append(file)
     return groups
 

@@ -113,7 +113,8 @@ class Facts:
     Empty strings and None mean "the file does not say". `config` holds the essentials of the
     training configuration (see `verl_logsync.fingerprint`), empty when the file has none.
     `head_digest` identifies the first record and `training_digest` the first record of a
-    training step: two starts of a job may have the first validation in common. `carries` are
+    training step: two starts of a job may have the first validation in common; `tail_digest` (of
+    sources whose bytes may differ for the same records) identifies the last. `carries` are
     the digests of the logs that a fragment of our own was made from. `rank` is None for logs
     that one process writes for all; `attempt_id` is what all ranks of one start recorded. `dirs`
     are the folders that the config names for dumps and checkpoints, as written there.
@@ -130,6 +131,7 @@ class Facts:
     opens_with_validation: bool = False
     head_digest: str = ""
     training_digest: str = ""
+    tail_digest: str = ""
     carries: tuple[str, ...] = ()
     rank: int | None = None
     world_size: int | None = None
