@@ -194,12 +194,14 @@ def _repeated(steps: _Ints) -> tuple[int, ...]:
 class Derived:
     """What was derived from the history besides columns.
 
-    `version` names the program that derived them; `config` goes into the run's config, `tags` are
-    added to the run's, `alerts` are told once each, `notes` are for the report.
+    `version` names the program that derived them; `config` goes into the run's config, `summary`
+    into its summary, `tags` are added to the run's, `alerts` are told once each, `notes` are for
+    the report.
     """
 
     version: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
+    summary: Mapping[str, Any] = field(default_factory=dict)
     tags: tuple[str, ...] = ()
     alerts: tuple[Alert, ...] = ()
     notes: tuple[str, ...] = ()
@@ -458,6 +460,7 @@ def _filled(
     run, history, ready = situation.run, situation.history, situation.ready
     recorded = situation.around.extra
     summary = summarise(history, recorded.summary, defined=bool(recorded.metrics))
+    summary |= situation.derived.summary
     plan = UploadPlan(
         target=run.target,
         name=run.name,

@@ -103,10 +103,19 @@ def _derived(diagnosis: Diagnosis) -> Derived:
     return Derived(
         version=diagnosis.version,
         config={PROVENANCE_KEY: {k: dict(v) for k, v in diagnosis.provenance.items()}},
+        summary=_summary(diagnosis),
         notes=(f"health: {said}",) if (said := summed_up(diagnosis.findings)) else (),
         tags=(_TAGS[worst],) if worst in _TAGS else (),
         alerts=tuple(_alert(f) for f in diagnosis.findings if f.severity == "critical"),
     )
+
+
+def _summary(diagnosis: Diagnosis) -> dict[str, Any]:
+    """What a table of runs should show: the worst of the whole run, not of its last row."""
+    counts = {
+        f"{PREFIX}{s}s": diagnosis.summary.get(f"{PREFIX}{s}s", 0) for s in ("critical", "warning")
+    }
+    return counts | {WORST: diagnosis.summary.get(WORST, 0)}
 
 
 def _alert(finding: Finding) -> Alert:
