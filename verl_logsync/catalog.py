@@ -123,7 +123,7 @@ def catalog(found: Found, grouping: Grouping) -> Catalog:
         [_run(chain, configs, grouping) for chain in chains], belongings, grouping.mapping, matches
     )
     runs = told_apart(runs)
-    runs = _with_hints(_explained(runs))
+    runs = _with_hints(_explained(runs, grouping.merge))
     used = {config.place for run in runs for config in run.configs}
     lonely = [_config_only(config) for config in configs if config.place not in used]
     unmatched = [
@@ -545,7 +545,7 @@ def told_apart(runs: Sequence[RunSources]) -> list[RunSources]:
     return [apart[index] for index in range(len(runs))]
 
 
-def _explained(runs: Sequence[RunSources]) -> list[RunSources]:
+def _explained(runs: Sequence[RunSources], merge: Merge) -> list[RunSources]:
     """Say it aloud when several runs have the same project and name."""
     alike: dict[tuple[str, str], list[RunSources]] = {}
     for run in runs:
@@ -553,21 +553,33 @@ def _explained(runs: Sequence[RunSources]) -> list[RunSources]:
     told = []
     for run in runs:
         others = [o for o in alike[run.target.project, run.name] if o is not run]
-        told.append(_noted(run, _why_apart(run, others)) if others else run)
+        told.append(_noted(run, _why_apart(run, others, merge)) if others else run)
     return told
 
 
-def _why_apart(run: RunSources, others: Sequence[RunSources]) -> str:
+def _why_apart(run: RunSources, others: Sequence[RunSources], merge: Merge) -> str:
     ids = ", ".join(sorted(other.target.run_id for other in others))
     keys = sorted({key for o in others for key in disagreements(_config_of(run), _config_of(o))})
     if keys:
         more = ", ..." if len(keys) > 5 else ""
         why = f"the configs differ in {', '.join(keys[:5])}{more} (--merge makes them one run)"
     elif _begins(run) and any(map(_begins, others)):
-        why = "both start at the beginning"
+        why = (
+            "both start at the beginning (if one goes on with the other: --offset GLOB=STEPS; if it "
+            "replaces it: --merge --on-restart replace)"
+        )
+    elif merge == "never" and any(_meet(run, other) for other in others):
+        why = "--no-merge keeps them apart"
     else:
-        why = "steps are missing between them (to merge them all the same: --run NAME=GLOB)"
+        why = "steps are missing between them (--merge makes them one run all the same)"
     return f"has the same project and name as run {ids}, but is another run: {why}"
+
+
+def _meet(run: RunSources, other: RunSources) -> bool:
+    """Whether one of the two begins inside or at the end of the other."""
+    earlier, later = sorted((run, other), key=lambda r: r.first_step or 0)
+    reached = max((attempt.last_step or 0 for attempt in earlier.attempts), default=0)
+    return (later.first_step or 0) <= reached + 1
 
 
 def _config_of(run: RunSources) -> Essentials:
