@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
+from verl_logsync.binding import checkpoint_root
 from verl_logsync.errors import quoted
 from verl_logsync.fingerprint import CHECKPOINT_FOLDER, DUMP_FOLDERS
 from verl_logsync.model import LogFile, RunSources, Skip, SkipReason
@@ -115,9 +116,11 @@ def _owners(
 
 
 def _is_configured(run: RunSources, file: LogFile) -> bool:
-    keys = DUMP_FOLDERS if file.role == "rollouts" else (CHECKPOINT_FOLDER,)
+    is_dump = file.role == "rollouts"
+    keys = DUMP_FOLDERS if is_dump else (CHECKPOINT_FOLDER,)
     folders = [f.facts.dirs[key] for f in run.files for key in keys if key in f.facts.dirs]
-    return any(_is_same_folder(folder, file.path) for folder in folders)
+    place = file.path if is_dump else checkpoint_root(file.path)
+    return any(_is_same_folder(folder, place) for folder in folders)
 
 
 def _is_same_folder(configured: str, path: Path) -> bool:

@@ -185,12 +185,24 @@ def _without_captures(files: Sequence[LogFile]) -> tuple[list[LogFile], list[Ski
             rest.append(file)
     skips: list[Skip] = []
     for group in caught.values():
-        longest, *others = sorted(group, key=_completeness, reverse=True)
-        rest.append(longest)
-        for file in others:
-            detail = f"the same records as in {longest.place}"
-            skips.append(Skip(SkipReason.DUPLICATE, file.place, detail))
+        kept: list[LogFile] = []
+        for file in sorted(group, key=_completeness, reverse=True):
+            longest = next((k for k in kept if _may_be_named_alike(k, file)), None)
+            if longest is None:
+                kept.append(file)
+            else:
+                detail = f"the same records as in {longest.place}"
+                skips.append(Skip(SkipReason.DUPLICATE, file.place, detail))
+        rest.extend(kept)
     return rest, skips
+
+
+def _may_be_named_alike(one: LogFile, other: LogFile) -> bool:
+    """Whether two logs name the same experiment, as far as they name any."""
+    ours, theirs = one.facts, other.facts
+    if not ours.name or not theirs.name:
+        return True
+    return (ours.project, ours.name) == (theirs.project, theirs.name)
 
 
 def _completeness(file: LogFile) -> tuple[int, bool, bool, int, str]:
@@ -565,8 +577,8 @@ def _why_apart(run: RunSources, others: Sequence[RunSources], merge: Merge) -> s
         why = f"the configs differ in {', '.join(keys[:5])}{more} (--merge makes them one run)"
     elif _begins(run) and any(map(_begins, others)):
         why = (
-            "both start at the beginning (if one goes on with the other: --offset GLOB=STEPS; if it "
-            "replaces it: --merge --on-restart replace)"
+            "both start at the beginning (if one goes on with the other: --offset GLOB=STEPS; if "
+            "it replaces it: --merge --on-restart replace)"
         )
     elif merge == "never" and any(_meet(run, other) for other in others):
         why = "--no-merge keeps them apart"

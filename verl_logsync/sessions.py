@@ -66,7 +66,8 @@ def sort_out(
         for number, attempt in enumerate(attempts)
         for file, reading in attempt.readings
     ]
-    if all(len(pieces) == 1 and pieces[0].file.facts.rank is None for _, pieces in files):
+    plain = all(len(pieces) == 1 and pieces[0].file.facts.rank is None for _, pieces in files)
+    if plain and (len(attempts) < 2 or len({p.log for _, pieces in files for p in pieces}) < 2):
         return tuple(attempts)
     groups: list[list[_Piece]] = []
     for number in range(len(attempts)):
