@@ -35,7 +35,10 @@ from verl_logsync.model import (
 
 #: Runs start at step 0 (validation before training) or 1; what starts later was resumed.
 _LATEST_START: Final = 1
-_ROTATED: Final = re.compile(r"\.jsonl\.(\d+)$")
+# EXP.jsonl.2 is older than EXP.jsonl.1, EXP.attempt1.jsonl and EXP.20250405_142311.jsonl than later
+# ones, and all of them than EXP.jsonl.
+_ROTATED: Final = re.compile(r"\.(?:jsonl|log|out|txt)\.(\d{1,6})(?:\.\w+)?$")
+_COPY: Final = re.compile(r"[._-]attempt[_-]?(\d{1,6})\b|\.(\d{8}[_-]?\d{6})\b")
 #: W&B's own name for runs without a project.
 NO_PROJECT: Final = "uncategorized"
 
@@ -429,10 +432,12 @@ def _start_order(file: LogFile) -> tuple[float, int, float, str]:
     return started, first, file.stamp.mtime, file.place
 
 
-def _content_order(file: LogFile) -> tuple[int, bool, float, str]:
+def _content_order(file: LogFile) -> tuple[int, bool, tuple[int, int], float, str]:
     facts = file.facts
     first = facts.first_step if facts.first_step is not None else 0
-    return first, first > 1 and facts.opens_with_validation, file.stamp.mtime, file.place
+    resumed = first > 1 and facts.opens_with_validation
+    # Copying a file may change its modification time, and hardly ever its name.
+    return first, resumed, _age(file), file.stamp.mtime, file.place
 
 
 def _attempts(files: Sequence[LogFile]) -> tuple[Attempt, ...]:
@@ -473,10 +478,13 @@ def _join_attempt(groups: list[list[LogFile]], file: LogFile) -> None:
     groups.insert(later[0] if later else len(groups), [file])
 
 
-def _rotation(file: LogFile) -> int:
-    """What a name says of its file's age: EXP.jsonl.2 is older than .1, and that than EXP.jsonl."""
-    rotated = _ROTATED.search(file.path.name)
-    return -int(rotated[1]) if rotated else 0
+def _age(file: LogFile) -> tuple[int, int]:
+    """What a name says of its file's age: lower is older."""
+    if rotated := _ROTATED.search(file.path.name):
+        return 0, -int(rotated[1])
+    if copy := _COPY.search(file.path.name):
+        return 0, int(re.sub(r"\D", "", copy[1] or copy[2]))
+    return 1, 0
 
 
 def _attempt(group: Sequence[LogFile], groups: Sequence[Sequence[LogFile]]) -> Attempt:
@@ -490,9 +498,9 @@ def _attempt(group: Sequence[LogFile], groups: Sequence[Sequence[LogFile]]) -> A
 
 
 def _names_disagree(groups: Sequence[Sequence[LogFile]]) -> bool:
-    """Whether rotated names (.1, .2) tell another order of the attempts than their content."""
-    ages = [_rotation(g[0]) for g in groups if g[0].source == "verl_file"]
-    return any(age < 0 for age in ages) and ages != sorted(ages)
+    """Whether the names of kept copies tell another order of the attempts than their content."""
+    ages = [_age(g[0]) for g in groups if g[0].source == "verl_file"]
+    return any(age < (1, 0) for age in ages) and ages != sorted(ages)
 
 
 # -- runs ----------------------------------------------------------------------------------
