@@ -169,7 +169,9 @@ def test_align_follows_the_rule(shapes: list[tuple[int, int, bool]]) -> None:
     records seen = kept + merged + superseded + skipped."""
     attempts = [_attempt_rows(n, *shape) for n, shape in enumerate(shapes)]
     history, account = align(
-        [_reading(n, rows) for n, rows in enumerate(attempts)], {"verl_file": 20}, Policy()
+        [_reading(n, rows) for n, rows in enumerate(attempts)],
+        {"verl_file": 20},
+        Policy(on_restart="replace"),
     )
     meant = _model(attempts)
     assert history.steps.tolist() == sorted(meant)
