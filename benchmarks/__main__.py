@@ -12,7 +12,15 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks import bench_a, bench_b, bench_c, bench_d, bench_rollouts, bench_steplog
+from benchmarks import (
+    bench_a,
+    bench_b,
+    bench_c,
+    bench_d,
+    bench_diagnose,
+    bench_rollouts,
+    bench_steplog,
+)
 from benchmarks.measure import Line, Session
 
 BENCHES: dict[str, Callable[[Session], list[Line]]] = {
@@ -20,6 +28,7 @@ BENCHES: dict[str, Callable[[Session], list[Line]]] = {
     "b": bench_b.bench,
     "c": bench_c.bench,
     "d": bench_d.bench,
+    "diagnose": bench_diagnose.bench,
     "rollouts": bench_rollouts.bench,
     "start": bench_d.start_up,
     "steplog": bench_steplog.bench,

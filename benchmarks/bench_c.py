@@ -37,7 +37,13 @@ class _Uploads:
         self._number = itertools.count()
 
     def lines(self, repeats: int) -> list[Line]:
-        times = in_turn({"upload": self._upload, "sync": self._sync, "loop": self._loop}, repeats)
+        turns = {
+            "upload": lambda: self._upload("--no-diagnostics"),
+            "diagnosed": self._upload,
+            "sync": self._sync,
+            "loop": self._loop,
+        }
+        times = in_turn(turns, repeats)
         name = f"upload {self._runs} runs x {self._steps:,} steps x {METRICS}"
         scaled = f" ({self._looped} runs, scaled)" if self._looped < self._runs else ""
         return [
@@ -55,6 +61,12 @@ class _Uploads:
                 times["sync"],
                 at_most=1.2,
             ),
+            faster(
+                "c",
+                f"the same with diagnostics, against init/log/finish without any{scaled}",
+                times["diagnosed"],
+                times["loop"],
+            ),
         ]
 
     def _files(self) -> list[Path]:
@@ -64,11 +76,12 @@ class _Uploads:
         env = environment(WANDB_MODE="offline", WANDB_DIR=str(place), WANDB_API_KEY="0" * 40)
         run(["-m", "benchmarks.wandb_loop", "grpo", *map(str, self._files())], env, place)
 
-    def _upload(self) -> float:
+    def _upload(self, *options: str) -> float:
         work = self._session.fresh(f"c-work-{next(self._number) % 2}")
         with server() as there:
             env = environment(**there.env, VERL_LOGSYNC_STATE_DIR=str(work / "state"))
-            seconds = run(["-m", "verl_logsync", "upload", str(self._logs)], env, work).seconds
+            command = ["-m", "verl_logsync", "upload", str(self._logs), *options]
+            seconds = run(command, env, work).seconds
             there.must_hold(self._runs, self._steps)
         return seconds
 

@@ -199,6 +199,17 @@ def one_run(server: LoopbackServer) -> Callable[[], Any]:
 
 
 @pytest.fixture
+def logged() -> Callable[[Any], list[dict[str, Any]]]:
+    """The rows of a run on the server, without the columns that diagnostics added."""
+
+    def get(run: Any) -> list[dict[str, Any]]:
+        added = set(run.config["verl_logsync"]["added"])
+        return [{k: v for k, v in row.items() if k not in added} for row in run.rows]
+
+    return get
+
+
+@pytest.fixture
 def kill_group() -> Callable[[subprocess.Popen[str]], None]:
     """SIGKILL for the program and its process group."""
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from verl_logsync.settings import Settings
     from verl_logsync.steplog import StepLogger
 
-__all__ = ["Outcome", "Run", "Settings", "StepLogger", "__version__", "load", "upload"]
+__all__ = ["Outcome", "Run", "Settings", "StepLogger", "__version__", "diagnose", "load", "upload"]
 
 __version__ = "0.1.0"
 
@@ -28,6 +28,7 @@ _HOMES = {
     "Run": "verl_logsync.api",
     "Settings": "verl_logsync.settings",
     "StepLogger": "verl_logsync.steplog",
+    "diagnose": "verl_logsync.api",
     "load": "verl_logsync.api",
     "upload": "verl_logsync.api",
 }

@@ -26,6 +26,8 @@ OnRestart = Literal["ask", "replace"]
 
 #: So many conflicts are kept word for word; all are counted.
 CONFLICTS_KEPT: Final = 20
+#: A log that prints three decimals is less precise than any that does not.
+_ROUNDED: Final = 100
 #: Runs start at step 0 (validation before training) or 1; what starts later was resumed.
 _LATEST_START: Final = 1
 #: So many stretches of steps are written out.
@@ -108,6 +110,7 @@ def align(
         conflict_count=count,
         notes=(*_reading_notes(attempts), *_notes(rows, superseded, history)),
         origins=tuple(_origins(attempts, rows, kept)),
+        below_precision=tuple(_below_precision(attempts)),
     )
     return history, account
 
@@ -126,7 +129,8 @@ def _gather(attempts: Sequence[AttemptReading], precisions: Mapping[str, int]) -
             count = reading.rows.num_rows
             tables.append(reading.rows)
             sessions.append(np.full(count, number, dtype=np.int64))
-            precision.append(np.full(count, precisions[file.source], dtype=np.int64))
+            rounded = _ROUNDED if reading.rounding else 0
+            precision.append(np.full(count, precisions[file.source] - rounded, dtype=np.int64))
             training.append(training_rows(reading.rows))
             slack.append(np.full(count, reading.rounding))
     if not tables:
@@ -372,7 +376,7 @@ def _attempt_of_rows(rows: _Rows, kept: _Bools, steps: _Ints) -> _Ints:
 def _reading_notes(attempts: Sequence[AttemptReading]) -> list[str]:
     """What the sources had to say about their files."""
     notes = [note for attempt in attempts for _, r in attempt.readings for note in r.notes]
-    coarse = sorted({k for a in attempts for _, r in a.readings for k in r.below_precision})
+    coarse = _below_precision(attempts)
     if coarse:
         more = f" and {len(coarse) - 5} more" if len(coarse) > 5 else ""
         notes.append(
@@ -380,6 +384,10 @@ def _reading_notes(attempts: Sequence[AttemptReading]) -> list[str]:
             "there only says that the value is below 0.0005"
         )
     return list(dict.fromkeys(notes))
+
+
+def _below_precision(attempts: Sequence[AttemptReading]) -> list[str]:
+    return sorted({k for a in attempts for _, r in a.readings for k in r.below_precision})
 
 
 def _origins(attempts: Sequence[AttemptReading], rows: _Rows, kept: _Bools) -> Iterator[Origin]:

@@ -19,7 +19,6 @@ from verl_logsync.model import (
     HARMLESS,
     Account,
     Catalog,
-    History,
     Outcome,
     Report,
     RunSources,
@@ -31,7 +30,9 @@ from verl_logsync.sources.checkpoint import Checkpoint
 if TYPE_CHECKING:
     import pandas as pd
 
+    from verl_logsync.diagnostics import Finding
     from verl_logsync.export import Format
+    from verl_logsync.pipeline.deriving import Diagnosed
     from verl_logsync.snapshot import Copied
 
 Paths = str | Path | Iterable[str | Path]
@@ -56,7 +57,7 @@ class Run:
     account: Account
     config: Mapping[str, Any]
     notes: tuple[str, ...]
-    _history: History
+    _loaded: pipeline.Loaded
 
     def history(self) -> pd.DataFrame:
         """The aligned history.
@@ -72,13 +73,25 @@ class Run:
             >>> frame = verl_logsync.load("outputs")[0].history()  # doctest: +SKIP
             >>> frame["critic/score/mean"].tail(3)  # doctest: +SKIP
         """
-        import pandas as pd
+        return _frame(self._loaded.history.table)
 
-        table = self._history.table
-        columns = {name: _series(table.column(name)) for name in table.column_names if name != STEP}
-        index = pd.Index(self._history.steps, name=STEP)
-        frame: pd.DataFrame = pd.DataFrame(columns, index=range(len(index))).set_index(index)
-        return frame
+    def diagnose(self, **settings: Any) -> RunDiagnosis:
+        """The same as `verl_logsync.diagnose(run)`."""
+        from verl_logsync.pipeline.deriving import diagnosed
+
+        diagnosis = diagnosed(_reader(load_settings(settings)), self._loaded).diagnosis
+        return RunDiagnosis(
+            diagnosis.findings, diagnosis.provenance, diagnosis.missing, diagnosis.columns
+        )
+
+
+def _frame(table: Any) -> pd.DataFrame:
+    import pandas as pd
+
+    columns = {name: _series(table.column(name)) for name in table.column_names if name != STEP}
+    index = pd.Index(table.column(STEP).to_numpy(), name=STEP)
+    frame: pd.DataFrame = pd.DataFrame(columns, index=range(len(index))).set_index(index)
+    return frame
 
 
 def _series(column: Any) -> Any:
@@ -130,8 +143,66 @@ def _loaded_run(loaded: pipeline.Loaded) -> Run:
         loaded.account,
         loaded.around.config,
         (*run.notes, *loaded.account.notes),
-        loaded.history,
+        loaded,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class RunDiagnosis:
+    """What a run tells.
+
+    Attributes:
+        findings: what was noticed, the gravest first: code, severity, steps, evidence, advice.
+        provenance: of each derived series, from which logged key and formula it comes.
+        missing: why something could not be computed.
+    """
+
+    findings: tuple[Finding, ...]
+    provenance: Mapping[str, Mapping[str, Any]]
+    missing: Mapping[str, str]
+    _columns: Any
+
+    def series(self) -> pd.DataFrame:
+        """The derived series.
+
+        Returns:
+            A frame of shape (steps, series), indexed like `Run.history()`: canonical series,
+            `grpo/...` group statistics and `health/...` levels (0, 1 warning, 2 critical).
+            `docs/reference/diagnostics.md` has formula, unit and source of each.
+        """
+        return _frame(self._columns)
+
+
+def diagnose(run: Run, **settings: Any) -> RunDiagnosis:
+    """Derive what the trainer did not log, and judge the run. Nothing is written or sent.
+
+    Args:
+        run: from `load`; its rollout dumps are read.
+        settings: as for the command line, with underscores (`rules="my.toml"`).
+
+    Returns:
+        Findings and series; what is said about a step depends on rows up to that step only.
+
+    Raises:
+        UsageError: a setting or the rules file is wrong.
+    """
+    return run.diagnose(**settings)
+
+
+def diagnose_paths(
+    paths: Sequence[Path], settings: Settings
+) -> tuple[Catalog, list[tuple[RunSources, Diagnosed | LogsyncError]]]:
+    """Every run below some paths, diagnosed, or the error that prevents it."""
+    from verl_logsync.pipeline.deriving import diagnosed
+
+    engine = _reader(settings)
+    found = pipeline.survey(engine, paths)
+    results: list[tuple[RunSources, Diagnosed | LogsyncError]] = []
+    for run in found.runs:
+        loaded = pipeline.load_or_error(engine, run)
+        done = loaded if isinstance(loaded, LogsyncError) else diagnosed(engine, loaded)
+        results.append((run, done))
+    return found, results
 
 
 def upload(paths: Paths, **settings: Any) -> list[Outcome]:

@@ -28,10 +28,10 @@ _ODD: Final = np.uint64(0x9E3779B97F4A7C15)
 
 
 def row_digests(history: History) -> _Hashes:
-    """One digest per row of a history, shape (rows,), uint64."""
+    """One digest per row of a history, shape (rows,), uint64; derived columns do not count."""
     total: _Hashes = _mix(history.steps.astype(np.uint64))
     for name in history.table.column_names:
-        if name not in AXES:
+        if name not in AXES and name not in history.added:
             total = total + _column_hashes(name, history.table.column(name))
     return total
 

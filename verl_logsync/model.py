@@ -406,6 +406,7 @@ class Account:
     conflict_count: int = 0
     notes: tuple[str, ...] = ()
     origins: tuple[Origin, ...] = ()
+    below_precision: tuple[str, ...] = ()
 
     @property
     def balanced(self) -> bool:
@@ -418,11 +419,15 @@ Clock = Literal["recorded", "estimated", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The aligned table of a run: one row a step, ascending; `attempts` says whose row it is."""
+    """The aligned table of a run: one row a step, ascending; `attempts` says whose row it is.
+
+    Columns in `added` were derived, not logged; a row's identity is what was logged.
+    """
 
     table: pa.Table
     attempts: np.ndarray[Any, np.dtype[np.int64]]
     clock: Clock = "unknown"
+    added: frozenset[str] = frozenset()
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
@@ -467,6 +472,8 @@ class Marker:
     are the first records' digests of its files, `digest` covers its rows up to `last_step`,
     `clock` pins what the estimated clock settled on (see `verl_logsync.clock`), and `events` and
     `logs` say in which order system metrics and console lines of which log were sent.
+    `diagnostics` is the version that derived the columns `added`, and `alerts` name what was
+    alerted.
     """
 
     names_key: str
@@ -477,6 +484,19 @@ class Marker:
     clock: Mapping[str, float] = field(default_factory=dict)
     events: tuple[Segment, ...] = ()
     logs: tuple[Segment, ...] = ()
+    diagnostics: str = ""
+    added: frozenset[str] = frozenset()
+    alerts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """Something that people are told at once: `key` names it for good, `step` is when it began."""
+
+    key: str
+    step: int
+    title: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -493,6 +513,7 @@ class RemoteState:
     marker: Marker | None = None
     files: Mapping[str, int] = field(default_factory=dict)
     artifacts: frozenset[tuple[str, str]] = frozenset()
+    tags: tuple[str, ...] = ()
 
     @property
     def summary_step(self) -> int | None:
@@ -563,7 +584,8 @@ class UploadPlan:
     """Exactly what will be sent for one run.
 
     `rows` are the rows of `history` from index `first_row` on; `branch_step` is the last step
-    that stays in a rewind. Everything in `extra` is only what the server lacks.
+    that stays in a rewind. Everything in `extra` is only what the server lacks. `tags` are None
+    when those on the server stay.
     """
 
     target: Target
@@ -584,6 +606,8 @@ class UploadPlan:
     new_run: bool
     expect: Expectation
     notes: tuple[str, ...] = ()
+    alerts: tuple[Alert, ...] = ()
+    tags: tuple[str, ...] | None = None
 
     @property
     def rows_to_send(self) -> int:

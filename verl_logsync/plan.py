@@ -6,8 +6,8 @@ cannot tell; `make_plan` turns that into one action.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Generic, Literal, TypeVar
 
 import numpy as np
@@ -18,6 +18,7 @@ from verl_logsync.columns import AXES, STEP, TableBuilder
 from verl_logsync.digests import canonical, overall_digest, row_digests
 from verl_logsync.model import (
     Action,
+    Alert,
     Confirmed,
     Expectation,
     FileRef,
@@ -77,19 +78,25 @@ def held_rows(
     digests = row_digests(part)
     if count != remote.lines or overall_digest(digests) != remote.marker.digest:
         return None
-    counts = {k: n for k, n in key_counts(part).items() if k in _countable(part)}
+    logged = _countable(part) - history.added - remote.marker.added
+    counts = {k: n for k, n in key_counts(part).items() if k in logged}
     if differing_counts(counts, remote.key_counts):
         return None
     return Held(part.steps, digests)
 
 
-def held_from_rows(rows: Iterable[Mapping[str, Any]]) -> Held:
-    """The same from the rows themselves, as the server returns them."""
+def held_from_rows(rows: Iterable[Mapping[str, Any]], added: Collection[str]) -> Held:
+    """The same from the rows themselves, as the server returns them.
+
+    Args:
+        added: derived columns, which are no part of a row's identity.
+    """
+    left_out = {*AXES, *added}
     builder = TableBuilder()
     steps: list[int] = []
     for row in rows:
         steps.append(int(row.get(STEP, -1)))
-        builder.add({key: value for key, value in row.items() if key not in AXES})
+        builder.add({key: value for key, value in row.items() if key not in left_out})
     table = pa.table({STEP: pa.array(steps, type=pa.int64()), **builder.columns()})
     history = History(table, np.zeros(len(steps), dtype=np.int64))
     return Held(history.steps, row_digests(history))
@@ -184,11 +191,30 @@ def _repeated(steps: _Ints) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class Derived:
+    """What was derived from the history besides columns.
+
+    `version` names the program that derived them; `config` goes into the run's config, `tags` are
+    added to the run's, `alerts` are told once each, `notes` are for the report.
+    """
+
+    version: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    tags: tuple[str, ...] = ()
+    alerts: tuple[Alert, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+NOTHING_DERIVED: Final = Derived()
+
+
+@dataclass(frozen=True, slots=True)
 class Situation:
     """Everything a plan depends on.
 
     `history` holds the rows that are ready, `held_back` more wait. `knows_less` says that the
-    server's rows came from logs of which only some are here.
+    server's rows came from logs of which only some are here; `recompute` asks for all rows to be
+    sent anew, for the sake of the derived columns.
     """
 
     run: RunSources
@@ -203,6 +229,8 @@ class Situation:
     knows_less: bool = False
     held_back: int = 0
     on_rewrite: OnRewrite = "rewind"
+    derived: Derived = NOTHING_DERIVED
+    recompute: bool = False
 
 
 def make_plan(situation: Situation) -> UploadPlan:
@@ -233,6 +261,9 @@ def _decide(situation: Situation, relation: Comparison) -> _Decision:
     if remote is None:
         something = len(history) or any(e.events for _, e in situation.around.streams)
         return _Decision(Action.NEW if something else Action.NOTHING, 0)
+    if situation.recompute and len(history):
+        anew = replace(relation, shared=0, branch_step=None)
+        return _rewind(situation, anew, "all rows are sent anew because of --recompute")
     to_send = len(history) - relation.shared
     if relation.extra == 0:
         if to_send and _would_shift(history, relation, remote):
@@ -438,23 +469,58 @@ def _filled(
         extra=lacking.extra,
         summary=summary,
         sends_summary=_sends_summary(situation, decision.first_row, summary),
-        config=situation.around.config,
+        config={**situation.around.config, **situation.derived.config},
         marker=_marker(situation, decision, lacking, digests),
         state=ready.state,
         exit_code=ready.exit_code,
         started_at=situation.started_at,
         new_run=situation.remote is None,
         expect=_NO_EXPECTATION,
-        notes=(*decision.notes, *ready.notes),
+        notes=(*decision.notes, *ready.notes, *_version_note(situation), *situation.derived.notes),
+        alerts=_alerts(situation),
+        tags=_tags(situation),
     )
     return replace(plan, expect=_expectation(situation, relation, plan))
+
+
+def _alerts(situation: Situation) -> tuple[Alert, ...]:
+    """What was not told yet; the marker that says so goes first, so that nothing is told twice."""
+    remote, last = situation.remote, situation.history.last_step
+    told = remote.marker.alerts if remote is not None and remote.marker is not None else ()
+    return tuple(
+        alert
+        for alert in situation.derived.alerts
+        if alert.key not in told and last is not None and alert.step <= last
+    )
+
+
+def _tags(situation: Situation) -> tuple[str, ...] | None:
+    """All tags of the run, when there are new ones; else None: people may have changed them."""
+    wanted, remote = situation.derived.tags, situation.remote
+    if remote is None:
+        return (*situation.around.extra.tags, *wanted)
+    new = [tag for tag in wanted if tag not in remote.tags]
+    return (*remote.tags, *new) if new else None
+
+
+def _version_note(situation: Situation) -> tuple[str, ...]:
+    """Earlier rows keep the derived columns that they were sent with."""
+    remote, version = situation.remote, situation.derived.version
+    known = remote.marker.diagnostics if remote is not None and remote.marker is not None else ""
+    if not known or not version or known == version or situation.recompute:
+        return ()
+    return (
+        f"diagnostics are of version {version}, those of earlier rows of version {known}: "
+        "--recompute sends all rows anew",
+    )
 
 
 def _marker(
     situation: Situation, decision: _Decision, lacking: _Lacking, digests: _Hashes
 ) -> Marker:
     run, history, remote = situation.run, situation.history, situation.remote
-    known = remote.marker.heads if remote is not None and remote.marker is not None else ()
+    before = remote.marker if remote is not None else None
+    known = before.heads if before is not None else ()
     return Marker(
         run.names_key,
         # Logs that are gone by now made rows that are still there.
@@ -466,7 +532,14 @@ def _marker(
         situation.pins,
         lacking.events,
         lacking.logs,
+        situation.derived.version or (before.diagnostics if before is not None else ""),
+        history.added | (before.added if before is not None else frozenset()),
+        tuple(dict.fromkeys((*(before.alerts if before else ()), *_alert_keys(situation)))),
     )
+
+
+def _alert_keys(situation: Situation) -> Iterator[str]:
+    return (alert.key for alert in _alerts(situation))
 
 
 def _sends_summary(situation: Situation, first_row: int, summary: Mapping[str, Any]) -> bool:
@@ -491,6 +564,9 @@ def _expectation(situation: Situation, relation: Comparison, plan: UploadPlan) -
     remote, history = situation.remote, situation.history
     rewinds = plan.action is Action.REWIND
     countable = _countable(history)
+    if rewinds and plan.first_row:
+        # Kept rows have the derived columns that they were sent with.
+        countable -= plan.marker.added
     if rewinds or remote is None:
         base_lines, base_counts, first_counted = plan.first_row if rewinds else 0, {}, 0
     else:

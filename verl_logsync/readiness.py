@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from verl_logsync.assemble import Surroundings
 from verl_logsync.model import History, RunState
 
@@ -35,11 +37,17 @@ class Readiness:
 
 
 def judge(
-    history: History, around: Surroundings, changed_at: float, now: float, patience: Patience
+    history: History,
+    around: Surroundings,
+    changed_at: float,
+    now: float,
+    patience: Patience,
+    dumped_to: int | None = None,
 ) -> Readiness:
     """Judge a run by its end, its age and the user's patience.
 
     Args:
+        dumped_to: the last step whose rollout dump is there; None when none is to be waited for.
         changed_at: latest modification of its files, seconds since 1970.
         now: seconds since 1970.
     """
@@ -52,7 +60,10 @@ def judge(
     age = now - changed_at
     if age < patience.settle:
         note = _held_back(history, age) if rows else ()
-        return Readiness(max(rows - 1, 0), "running", 0, changed_at + patience.settle, note)
+        ready = max(rows - 1, 0)
+        if dumped_to is not None:
+            ready = min(ready, int(np.searchsorted(history.steps, dumped_to, side="right")))
+        return Readiness(ready, "running", 0, changed_at + patience.settle, note)
     if age < patience.stale_after:
         return Readiness(rows, "running", 0, changed_at + patience.stale_after)
     offline = around.offline_last_step

@@ -55,9 +55,12 @@ class Settings:
     `runs` holds (name, shell pattern) pairs: files that match belong to that run, whatever
     they say themselves; a name may be `PROJECT/NAME`. `offsets` holds (shell pattern, steps)
     pairs: so much is added to every step of the files that match. With `bind_checkpoints` the run's
-    id is written into its checkpoint folder, as `binding_file`. `rank_rules` holds (key pattern,
-    rule) pairs: how the values of several ranks become one; keys that match `per_rank` keep each
-    rank's value too, and those that match `rank_spread` get the spread.
+    id is written into its checkpoint folder, as `binding_file`. `diagnostics` says whether derived
+    columns are added, `recompute` that all rows are sent anew with them; `rules` is a TOML file
+    over the shipped health rules, a score of `success_threshold` and more is a solved prompt, and
+    tables of groups are made every `tables_every` steps (0: never). `rank_rules` holds (key
+    pattern, rule) pairs: how the values of several ranks become one; keys that match `per_rank`
+    keep each rank's value too, and those that match `rank_spread` get the spread.
     """
 
     entity: str = ""
@@ -82,6 +85,14 @@ class Settings:
     on_restart: OnRestart = "ask"
     bind_checkpoints: bool = False
     binding_file: str = "wandb_run_id"
+    diagnostics: bool = True
+    recompute: bool = False
+    rules: Path | None = None
+    device_memory_gb: float | None = None
+    success_threshold: float | None = None
+    answer_pattern: str = ""
+    format_pattern: str = ""
+    tables_every: int = 10
     rank_rules: tuple[tuple[str, str], ...] = ()
     per_rank: tuple[str, ...] = ()
     rank_spread: tuple[str, ...] = ()
@@ -98,6 +109,8 @@ class Settings:
                 *(self.on_overlap, self.keep_tail, self.on_rewrite, self.on_restart, self.runtime),
                 *(self.final, self.runs, self.merge, self.offsets),
                 *(self.rank_rules, self.per_rank, self.rank_spread),
+                *(self.diagnostics, self.rules, self.device_memory_gb, self.success_threshold),
+                *(self.answer_pattern, self.format_pattern, self.tables_every),
             )
         )
 
@@ -140,7 +153,7 @@ def _converted(name: str, kind: str, value: Any) -> Any:
     if name in _CHOICES and value not in _CHOICES[name]:
         raise UsageError(f"{name} must be one of {', '.join(_CHOICES[name])}, not {value!r}")
     try:
-        if kind == "float":
+        if kind in ("float", "float | None"):
             return float(value)
         if kind == "int":
             return int(value)

@@ -88,8 +88,9 @@ def verify_rows(plan: UploadPlan, meant: Held, rows: Iterable[Mapping[str, Any]]
     stored = list(rows)
     if not stored and plan.expect.lines:
         return Verdict(False, ROWS_READ, ("the server returned no rows: values not verified",))
-    found = held_from_rows(stored)
-    wrong = list(_clock_differences(plan, stored))
+    found = held_from_rows(stored, plan.marker.added)
+    sent = (*AXES[1:], *sorted(plan.history.added))
+    wrong = list(_sent_differences(plan, stored, sent))
     length = min(len(meant.steps), len(found.steps))
     differ = (meant.steps[:length] != found.steps[:length]) | (
         meant.digests[:length] != found.digests[:length]
@@ -115,11 +116,13 @@ def _difference(plan: UploadPlan, row: Mapping[str, Any]) -> str:
     return f"step {step} in the wrong place, or with keys that were not meant"
 
 
-def _clock_differences(plan: UploadPlan, stored: list[Mapping[str, Any]]) -> Iterable[str]:
-    """Times of the rows that this plan sent."""
+def _sent_differences(
+    plan: UploadPlan, stored: list[Mapping[str, Any]], names: Iterable[str]
+) -> Iterable[str]:
+    """Columns that are no part of a row's identity, in the rows that this plan sent."""
     by_step = {row.get(STEP): row for row in stored}
     steps = plan.history.steps[plan.first_row :].tolist()
-    for axis in AXES[1:]:
+    for axis in names:
         if axis not in plan.history.table.schema.names:
             continue
         for step, want in zip(

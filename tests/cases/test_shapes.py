@@ -71,7 +71,7 @@ def test_g2_in_the_data_frame(odd):
     assert str(frame["inf"].iloc[2]) == "<NA>"
 
 
-def test_g2_odd_values_of_the_real_logger(fixture_files, outputs, age, upload, one_run):
+def test_g2_odd_values_of_the_real_logger(fixture_files, outputs, age, upload, one_run, logged):
     """G2: what verl's own logger makes of odd values reaches W&B: bool, text, list, dict, 2**63."""
     source = fixture_files / "verl_file" / "odd_values" / "odd_values_0.9.jsonl"
     log = outputs / "grpo" / "odd.jsonl"
@@ -80,11 +80,11 @@ def test_g2_odd_values_of_the_real_logger(fixture_files, outputs, age, upload, o
     age(outputs)
     result = upload.here(outputs, verify="full")
     assert (result.code, result.only["verified"]) == (0, True)
-    for got, line in zip(one_run().rows, source.read_text().splitlines(), strict=True):
-        logged = json.loads(line)["data"]
+    for got, line in zip(logged(one_run()), source.read_text().splitlines(), strict=True):
+        meant = json.loads(line)["data"]
         values = {k: v for k, v in got.items() if not k.startswith("_")}
-        assert values == logged
+        assert values == meant
         assert {k for k, v in values.items() if isinstance(v, bool)} == {
-            k for k, v in logged.items() if isinstance(v, bool)
+            k for k, v in meant.items() if isinstance(v, bool)
         }
     assert upload.here(outputs).rows_sent == 0

@@ -43,7 +43,7 @@ def test_b1_several_records_a_step_of_a_fully_async_trainer(fixture_files):
         assert {k: v for k, v in got.items() if not k.startswith("_")} == values
 
 
-def test_b6_step_0_has_validation_keys_only(outputs, age, upload, one_run):
+def test_b6_step_0_has_validation_keys_only(outputs, age, upload, one_run, logged):
     """B6: a validation before training is a row of step 0 with its keys and no others."""
     write_verl_log(
         outputs / "grpo" / "qwen.jsonl",
@@ -56,7 +56,8 @@ def test_b6_step_0_has_validation_keys_only(outputs, age, upload, one_run):
     age(outputs)
     assert upload.here(outputs).code == 0
     rows = [
-        {k: v for k, v in r.items() if k not in ("_timestamp", "_runtime")} for r in one_run().rows
+        {k: v for k, v in r.items() if k not in ("_timestamp", "_runtime")}
+        for r in logged(one_run())
     ]
     assert rows[0] == {"_step": 0, "val-core/x/acc/mean@1": 0.1, "val-aux/x/reward/mean@1": 0.2}
     assert rows[1] == {"_step": 1, "actor/loss": 0.5, "timing_s/step": 10}

@@ -41,4 +41,11 @@ def test_every_source_has_a_sample() -> None:
 )
 def test_source_conforms(source: Source, sample: Path, tmp_path: Path) -> None:
     """Whole, cut, damaged, vanished and growing files are read as the suite demands."""
-    check_source(source, sample, tmp_path)
+    check_source(source, sample, tmp_path, places=_places(sample))
+
+
+def _places(sample: Path) -> int:
+    """Small samples are damaged in more places; what is read with every place takes its time."""
+    size = sum(p.stat().st_size for p in (sample, *sample.rglob("*")) if p.is_file())
+    slow = sample.parent.name == ".hydra" or size > 100_000
+    return 12 if slow else 40

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 from pathlib import Path
@@ -23,8 +24,7 @@ def outputs(tmp_path: Path) -> Path:
     sessions = FIXTURES / "verl_file" / "crash_resume"
     (second,) = sessions.rglob("session2*.jsonl")
     shutil.copy(second, folder / "grpo_arith" / "qwen_small_grpo.jsonl")
-    (console,) = (FIXTURES / "console" / "two_sessions").rglob("*.log")
-    text = console.read_text()
+    text = gzip.decompress((FIXTURES / "whole_run" / "train.log.gz").read_bytes()).decode()
     for name, ours in (("'verl_examples'", "'grpo_arith'"), ("'gsm8k'", "'qwen_small_grpo'")):
         text = text.replace(name, ours)
     (folder / "train.log").write_text(text)

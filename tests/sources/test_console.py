@@ -148,9 +148,9 @@ def test_two_sessions_in_one_file() -> None:
     """The second session is a restart before its first row, with the time of its start."""
     reading = read(SESSIONS)
     steps = [step for step, _ in rows(reading)]
-    assert steps == [*range(34), *range(20, 41)]
+    assert steps == [*range(3), *range(18, 34), *range(20, 25), 39, 40]
     (restart,) = reading.restarts
-    assert restart.row == 34
+    assert restart.row == 19
     assert restart.started_at == local("2026-12-01 03:35:21.926")
     assert reading.started_at == local("2026-12-01 03:33:35.479")
 
@@ -158,11 +158,14 @@ def test_two_sessions_in_one_file() -> None:
 def test_two_sessions_hold_the_values_of_both() -> None:
     """Each session's rows are those of its own JSONL."""
     folder = FIXTURES / "verl_file/crash_resume"
-    expected = []
-    for name in ("session1_steps0-33.jsonl", "session2_resumed_from_20.jsonl"):
+    found = rows(read(SESSIONS))
+    for name, part in (
+        ("session1_steps0-33.jsonl", found[:19]),
+        ("session2_resumed_from_20.jsonl", found[19:]),
+    ):
         records = map(json.loads, (folder / name).read_text().splitlines())
-        expected += [(record["step"], record["data"]) for record in records]
-    assert rows(read(SESSIONS)) == expected
+        expected = {record["step"]: record["data"] for record in records}
+        assert all(values == expected[step] for step, values in part)
 
 
 def test_a_terminals_paste_gives_the_same_values() -> None:
@@ -329,6 +332,8 @@ def test_what_stands_behind(behind: str, log: Log) -> None:
         "global_step:12 - actor/lr:0.5",
         "laststep:12 - actor/lr:0.5 - actor/x:1",
         "see step:12 - actor/lr:0.5 and more",
+        "see step:12 - actor/lr:0.5",
+        "as in step:12 - actor/lr:0.5 - actor/x:1 - and more",
         "('step:12 - x')",
     ],
 )
@@ -491,6 +496,23 @@ def test_records_that_lost_their_line_end(log: Log) -> None:
     reading = read(log("step:1 - a/b:0.5 - a/c:1.0step:2 - a/b:0.6 - a/c:2.0", "step:3 - a/b:0.7"))
     assert rows(reading) == [(1, {"a/b": 0.5}), (3, {"a/b": 0.7})]
     assert sum(skip.records for skip in reading.skips) == 1
+
+
+def test_a_carriage_return_inside_a_record(log: Log) -> None:
+    """What a carriage return hides of a record is named, and the rest is kept."""
+    reading = read(log("step:1 - a/b:0.5 - a/c:1.0 - a\r/d:2.0"))
+    assert rows(reading) == [(1, {"a/b": 0.5, "a/c": 1.0})]
+    assert any("carriage return" in skip.detail for skip in reading.skips)
+
+
+def test_a_paste_that_ends_inside_a_record(log: Log) -> None:
+    """Where a paste ends at the terminal's width, its last record may go on: it is not read yet."""
+    line = "(TaskRunner pid=1) step:{} - critic/score/mean:0.12345678 - critic/score/max:0.87654321"
+    one, two = (list(wrapped(line.format(n), 60, strip=False)) for n in (1, 2))
+    reading = read(log(*one, two[0]))
+    assert [step for step, _ in rows(reading)] == [1]
+    assert [skip.reason for skip in reading.skips] == [SkipReason.PARTIAL_LINE]
+    assert [step for step, _ in rows(read(log(*one, *two)))] == [1, 2]
 
 
 def test_a_record_without_its_head_is_counted(log: Log) -> None:
@@ -698,6 +720,52 @@ def test_no_secret_of_a_cut_config_is_in_the_console(log: Log) -> None:
     shown = "\n".join(reading.extra.console)
     assert "topsecrettwo" not in shown
     assert "anothersecret" not in shown
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "(W pid=1) {'judge': {'api_key': 'verysecretone'}}",
+        "(W pid=1) {'judge': {'api_keys': ['a', 'verysecretone']}}",
+        "export OPENAI_API_KEY=verysecretone",
+        "x" * 3000 + " token: verysecretone " + "y" * 3000,
+        "a." * 50_000 + "://u:verysecretone@host",
+    ],
+)
+def test_secrets_in_other_lines(line: str, log: Log) -> None:
+    """Secrets in printed dicts, assignments and long lines are masked, in the last line too."""
+    reading = read(log("step:1 - actor/a:1", line, line, end=""))
+    assert "verysecretone" not in "\n".join(reading.extra.console)
+    assert "verysecretone" not in reading.extra.unfinished
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "actor/" + "a" * 1_000_000,
+        "Creating file logger at " + "a" * 1_000_000,
+        "Resuming from " * 100_000,
+        "key" * 400_000,
+        "Training Progress: 1%|" * 50_000,
+        "\x1b]" + "a" * 1_000_000,
+        "{'a': " * 100_000,
+        "(pid=" * 200_000,
+        "a." * 500_000 + " api_key=x",
+    ],
+    ids=lambda line: line[:12],
+)
+def test_long_hostile_lines_are_read(line: str, log: Log) -> None:
+    """No line of a megabyte, whatever it holds, keeps the reader busy for long."""
+    reading = read(log("step:1 - actor/a:1", line, "step:2 - actor/a:1"))
+    assert [step for step, _ in rows(reading)] == [1, 2]
+    assert len(reading.extra.console) == 3
+
+
+def test_many_lines_that_may_end_a_block(log: Log) -> None:
+    """A printed dict that never ends is given up after a while."""
+    lines = [RAY + "{'data': {'a': 1},", *[RAY + " 'b': {}"] * 20_000]
+    reading = read(log(*lines, "step:1 - actor/a:1"))
+    assert [step for step, _ in rows(reading)] == [1]
 
 
 def test_numbers_and_harmless_words_are_not_masked(log: Log) -> None:

@@ -123,6 +123,14 @@ def test_every_start_is_a_log_of_its_own() -> None:
     assert len({f.head_digest for f in facts} | {f.training_digest for f in facts}) == 4
 
 
+def test_starts_that_begin_alike_are_told_apart(write: Write) -> None:
+    """Two starts with the same first values have other digests: their times differ."""
+    one = recognised(write([(1, "actor/a", 1.0)], "one", start=1000.0)).facts
+    two = recognised(write([(1, "actor/a", 1.0)], "two", start=2000.0)).facts
+    assert one.head_digest != two.head_digest
+    assert one.training_digest != two.training_digest
+
+
 def test_names_come_from_the_folders(write: Write) -> None:
     """`tensorboard_log/PROJECT/EXPERIMENT` names a run; other folders name nothing."""
     assert recognised(FIRST).facts.project == "grpo_arith"

@@ -35,7 +35,7 @@ _VALUES = st.dictionaries(_TEXT, st.none() | st.booleans() | st.integers() | _TE
 def test_run(words, tags, config, start, branch):
     """A run record says what it was told, and is no byte different from wandb's."""
     run_id, entity, project, name, notes, group, job_type = words
-    said = run_words(name=name, notes=notes, group=group, job_type=job_type, tags=tags)
+    said = run_words(name=name, notes=notes, group=group, job_type=job_type)
     payload = run_record(
         run_id=run_id,
         entity=entity,
@@ -43,6 +43,7 @@ def test_run(words, tags, config, start, branch):
         config=config,
         started_at=start,
         words=said,
+        tags=tags,
         branch_step=branch,
     )
     run = pb.Record.FromString(payload).run

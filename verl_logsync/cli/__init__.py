@@ -10,6 +10,7 @@ import click
 
 from verl_logsync import __version__
 from verl_logsync.cli.demo import demo
+from verl_logsync.cli.diagnose import diagnose
 from verl_logsync.cli.export import export
 from verl_logsync.cli.printing import say
 from verl_logsync.cli.scan import scan
@@ -28,6 +29,7 @@ def cli() -> None:
 cli.add_command(upload)
 cli.add_command(scan)
 cli.add_command(status)
+cli.add_command(diagnose)
 cli.add_command(export)
 cli.add_command(snapshot)
 cli.add_command(demo)

@@ -85,6 +85,43 @@ def grouping_options(function: _F) -> _F:
     return function
 
 
+def diagnostics_options(function: _F) -> _F:
+    """What the logs do not say, and by which rules a run is judged."""
+    for option in (
+        click.option(
+            "--rules",
+            type=click.Path(path_type=Path),
+            help="TOML file with thresholds over the shipped health rules.",
+        ),
+        click.option(
+            "--device-memory-gb",
+            type=float,
+            metavar="GIB",
+            help="Memory of one GPU, for hybrid_engine/gpu_mem_util.",
+        ),
+        click.option(
+            "--success-threshold",
+            type=float,
+            metavar="SCORE",
+            help="Scores from here on are solved prompts (default: 1, where scores are 0 and 1).",
+        ),
+        click.option(
+            "--answer-pattern", metavar="REGEX", help="Finds the final answer in outputs."
+        ),
+        click.option(
+            "--format-pattern", metavar="REGEX", help="Found in outputs of the right form."
+        ),
+        click.option(
+            "--tables-every",
+            type=int,
+            metavar="STEPS",
+            help="Tables of the best, worst and most split groups (default: 10; 0: never).",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
 def settings_from(options: dict[str, Any]) -> Settings:
     """The settings of a command from its options and everywhere else."""
     config = options.pop("config", None)

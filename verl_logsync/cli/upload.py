@@ -8,7 +8,12 @@ from typing import Any
 
 import click
 
-from verl_logsync.cli.options import grouping_options, paths_argument, settings_from
+from verl_logsync.cli.options import (
+    diagnostics_options,
+    grouping_options,
+    paths_argument,
+    settings_from,
+)
 from verl_logsync.cli.printing import say
 
 
@@ -68,6 +73,18 @@ from verl_logsync.cli.printing import say
     default=None,
     help="Everything is complete: send all rows and finish the runs.",
 )
+@click.option(
+    "--diagnostics/--no-diagnostics",
+    default=None,
+    help="Add GRPO diagnostics and health columns (default: add them).",
+)
+@click.option(
+    "--recompute",
+    is_flag=True,
+    default=None,
+    help="Rewind the runs and send all rows anew, with the diagnostics of this version.",
+)
+@diagnostics_options
 @click.option(
     "--bind-checkpoints",
     is_flag=True,

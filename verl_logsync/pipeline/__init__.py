@@ -188,7 +188,7 @@ def _collect(
 def _open_runs(engine: Engine, found: Catalog) -> tuple[list[RunSources], list[Outcome]]:
     """The runs that need work, those that waited longest first, and the outcomes of the rest."""
     ledger, settings = engine.ledger, engine.settings
-    if ledger is None or settings.verify == "full":
+    if ledger is None or settings.verify == "full" or settings.recompute:
         return sorted(found.runs, key=lambda run: run.changed_at), []
     done = ledger.settled(found.runs, engine.now(), settings.decisive)
     remembered = {run.target: run for run in ledger.runs()}

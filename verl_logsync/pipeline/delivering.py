@@ -94,7 +94,8 @@ def _refreshed(
     state = now.get(item.plan.target)
     if _holds(state) == _holds(item.remote):
         return item
-    return planned_with(engine, sink, item.loaded, state, None)
+    recompute = engine.settings.recompute
+    return planned_with(engine, sink, item.loaded, state, None, recompute=recompute)
 
 
 def _holds(state: RemoteState | None) -> tuple[object, ...]:

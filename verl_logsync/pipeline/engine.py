@@ -47,6 +47,7 @@ class Engine:
 
 
 def sends(engine: Engine) -> bool:
+    """Whether an upload with these settings sends anything."""
     return not engine.settings.dry_run and engine.settings.mode != "disabled"
 
 
@@ -94,4 +95,5 @@ def _concerns_all(sink: Sink, error: LogsyncError) -> bool:
 
 
 def failed_outcome(run: RunSources, error: LogsyncError) -> Outcome:
+    """The outcome of a run that an error prevented."""
     return Outcome(run.target, run.name, None, error=error, notes=run.notes)

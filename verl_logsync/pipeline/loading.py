@@ -36,6 +36,7 @@ from verl_logsync.model import (
     Target,
 )
 from verl_logsync.pipeline.engine import Engine, attempted
+from verl_logsync.plan import NOTHING_DERIVED, Derived
 from verl_logsync.ranks import RankRules, Rule
 from verl_logsync.sessions import sort_out
 from verl_logsync.settings import Settings
@@ -49,7 +50,9 @@ _STORED: Final = "stored rows"
 class Loaded:
     """One run, read and aligned.
 
-    `attempts` are those that the rows tell of; `continued` says that rows of the server are in it.
+    `attempts` are those that the rows tell of; `continued` says that rows of the server are in it,
+    `derived` what was derived besides columns of the history; `dumped_to` is the last step whose
+    rollout dump is there, where the run's config asks for dumps.
     """
 
     run: RunSources
@@ -60,6 +63,8 @@ class Loaded:
     started_at: float | None
     attempts: tuple[Attempt, ...]
     continued: bool = False
+    derived: Derived = NOTHING_DERIVED
+    dumped_to: int | None = None
 
 
 def load(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, Final
 
 from verl_logsync.catalog import bind, told_apart
 from verl_logsync.columns import STEP
@@ -22,12 +23,17 @@ from verl_logsync.model import (
     UploadPlan,
     Verdict,
 )
+from verl_logsync.pipeline.deriving import diagnosed
 from verl_logsync.pipeline.engine import Engine, attempted, by_project, failed_outcome, sends
 from verl_logsync.pipeline.loading import Loaded, load, stored_attempt
 from verl_logsync.plan import Held, Situation, held_from_rows, held_rows, make_plan
 from verl_logsync.readiness import Patience, Readiness, judge
 from verl_logsync.settings import Settings
 from verl_logsync.verl_keys import is_training_key
+
+#: The config key of a run that says how exact its data are: where times come from, and which keys
+#: were printed as 0 although they may only be small.
+DATA_KEY: Final = "verl_logsync_data"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +95,13 @@ def _prepare(engine: Engine, sink: Sink, run: RunSources, remote: RemoteState | 
     confirmed = engine.ledger.confirmed(run.target) if engine.ledger is not None else None
     loaded = load(engine, run, _pins(remote, confirmed) or sink.pins(run.target))
     if remote is not None and remote.lines and _starts_late(loaded, confirmed):
-        loaded = _with_stored_rows(engine, sink, loaded, _pins(remote, confirmed))
-    return planned_with(engine, sink, loaded, remote, confirmed)
+        rows = _logged(sink.rows(run.target), _added(remote))
+        loaded = _with_stored_rows(engine, loaded, rows, _pins(remote, confirmed))
+    if engine.settings.diagnostics:
+        loaded = diagnosed(engine, loaded).loaded
+    return planned_with(
+        engine, sink, loaded, remote, confirmed, recompute=engine.settings.recompute
+    )
 
 
 def _pins(remote: RemoteState | None, confirmed: Confirmed | None) -> Mapping[str, float]:
@@ -106,15 +117,24 @@ def _starts_late(loaded: Loaded, confirmed: Confirmed | None) -> bool:
     return confirmed is None or bool(confirmed.steps[0] < loaded.history.steps[0])
 
 
+def _logged(
+    rows: Iterable[Mapping[str, object]], added: frozenset[str]
+) -> list[Mapping[str, object]]:
+    """Rows as they were logged, without what was derived from them."""
+    return [{key: row[key] for key in row if key not in added} for row in rows]
+
+
 def _with_stored_rows(
-    engine: Engine, sink: Sink, loaded: Loaded, pins: Mapping[str, float]
+    engine: Engine,
+    loaded: Loaded,
+    rows: Sequence[Mapping[str, Any]],
+    pins: Mapping[str, float],
 ) -> Loaded:
     """A log that was truncated at a restart continues the rows that the server holds.
 
     They are aligned like the attempt that wrote them, so that nothing of it is erased and a
     validation record at the resume step merges into its row.
     """
-    rows = list(sink.rows(loaded.run.target))
     first = int(loaded.history.steps[0])
     if not rows or int(rows[0][STEP]) >= first:
         return loaded
@@ -148,6 +168,7 @@ def readiness_of(loaded: Loaded, settings: Settings, now: float) -> Readiness:
         loaded.run.changed_at,
         now,
         Patience(settings.settle, settings.stale_after, settings.final),
+        loaded.dumped_to,
     )
 
 
@@ -157,14 +178,19 @@ def planned_with(
     loaded: Loaded,
     remote: RemoteState | None,
     confirmed: Confirmed | None,
+    *,
+    recompute: bool = False,
 ) -> Prepared:
+    """Plan what is to be sent; `recompute` sends all rows anew."""
     settings, run = engine.settings, loaded.run
     ready = readiness_of(loaded, settings, engine.now())
     history = loaded.history.head(ready.rows)
+    # What was derived once is no part of a row's identity, also if it is logged by now.
+    history = replace(history, added=history.added | _added(remote))
     held = held_rows(history, remote, confirmed)
     if held is None:
         assert remote is not None, "without a run nothing is held"
-        held = _read_held(sink, run.target, remote)
+        held = _read_held(sink, run.target, remote, history.added)
     extra = loaded.around.extra
     if remote is not None and (extra.files or extra.artifacts):
         remote = sink.with_parts(run.target, remote)
@@ -181,15 +207,30 @@ def planned_with(
         knows_less=not loaded.continued and _knows_less(run, remote, confirmed),
         held_back=len(loaded.history) - ready.rows,
         on_rewrite=settings.on_rewrite,
+        derived=replace(loaded.derived, config={**loaded.derived.config, **_marks(loaded)}),
+        recompute=recompute,
     )
     plan = make_plan(situation)
     parcel = sink.pack(plan) if plan.sends and sends(engine) else None
     return Prepared(loaded, ready, held, remote, plan, parcel)
 
 
-def _read_held(sink: Sink, target: Target, remote: RemoteState) -> Held:
+def _marks(loaded: Loaded) -> dict[str, Any]:
+    """What is not as exact as it looks, for the run's config."""
+    marks: dict[str, Any] = {"time": loaded.history.clock}
+    if loaded.account.below_precision:
+        marks["below_precision"] = list(loaded.account.below_precision)
+    return {DATA_KEY: marks}
+
+
+def _added(remote: RemoteState | None) -> frozenset[str]:
+    """The columns on the server that were derived by us."""
+    return remote.marker.added if remote is not None and remote.marker is not None else frozenset()
+
+
+def _read_held(sink: Sink, target: Target, remote: RemoteState, added: frozenset[str]) -> Held:
     """All rows that the server holds; fewer than it counts prove nothing."""
-    held = held_from_rows(sink.rows(target))
+    held = held_from_rows(sink.rows(target), added)
     if len(held.steps) != remote.lines:
         raise RefusedByServer(
             f"the server counts {remote.lines} rows of this run but gives {len(held.steps)} back, "
@@ -213,6 +254,7 @@ def _knows_less(run: RunSources, remote: RemoteState | None, confirmed: Confirme
 
 
 def outcome_of(prepared: Prepared, *, rows_sent: int, verdict: Verdict | None) -> Outcome:
+    """What became of a run whose plan was made."""
     plan, loaded = prepared.plan, prepared.loaded
     return Outcome(
         plan.target,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from verl_logsync.diagnostics import Diagnosis
 from verl_logsync.errors import LogsyncError
 from verl_logsync.model import Account, Attempt, Catalog, LogFile, Outcome, Report, RunSources, Skip
 
@@ -97,6 +98,18 @@ def skip_values(skip: Skip) -> dict[str, Any]:
         "detail": skip.detail,
         "hint": skip.hint,
         "records": skip.records,
+    }
+
+
+def diagnosis_values(diagnosis: Diagnosis) -> dict[str, Any]:
+    """What was found in one run, and what could not be looked at."""
+    return {
+        "version": diagnosis.version,
+        "worst": diagnosis.worst,
+        "findings": [finding.as_dict() for finding in diagnosis.findings],
+        "series": {key: dict(value) for key, value in diagnosis.provenance.items()},
+        "missing": dict(diagnosis.missing),
+        "summary": dict(diagnosis.summary),
     }
 
 

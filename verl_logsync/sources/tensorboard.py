@@ -397,23 +397,19 @@ def _last_step(path: Path, stamp: Stamp, default: int) -> int:
 
 def _records_in(data: bytes) -> Iterator[bytes]:
     """The records in a stretch that begins anywhere; the bytes of their values are unchecked."""
-    at = _next_header(data, 0)
-    while at >= 0:
+    at = _first_header(data)
+    while 0 <= at <= len(data) - _HEADER_SIZE and _is_header(data[at : at + _HEADER_SIZE]):
         (length,) = _LENGTH.unpack_from(data, at)
         start, end = at + _HEADER_SIZE, at + _HEADER_SIZE + length
         if end + 4 > len(data):
             return
         yield data[start:end]
         at = end + 4
-        if at + _HEADER_SIZE > len(data):
-            return
-        if not _is_header(data[at : at + _HEADER_SIZE]):
-            at = _next_header(data, at)
 
 
-def _next_header(data: bytes, start: int) -> int:
-    """Where the next header may be: lengths below 16 MiB end in five zero bytes."""
-    zeros = data.find(b"\0" * 5, start + 3)
+def _first_header(data: bytes) -> int:
+    """Where the first header is, or -1: lengths below 16 MiB end in five zero bytes."""
+    zeros = data.find(b"\0" * 5, 3)
     while 0 <= zeros <= len(data) - _HEADER_SIZE:
         at = zeros - 3
         if _is_header(data[at : at + _HEADER_SIZE]):

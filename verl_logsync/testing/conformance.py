@@ -24,12 +24,14 @@ from verl_logsync.errors import InputError
 from verl_logsync.interfaces import Source
 from verl_logsync.model import History, LogFile, Reading
 
-#: So many places are tried for each kind of damage.
+#: So many places are tried for each kind of damage, if nobody says otherwise.
 PLACES: Final = 60
 _JUNK: Final = (b"\0" * 64, b"\xff\xfe\xfd junk \n", b"{", b"\n\n", b"\r", b'{"step": "x"}\n')
 
 
-def check_source(source: Source, sample: Path, work: Path, *, seed: int = 0) -> None:
+def check_source(
+    source: Source, sample: Path, work: Path, *, seed: int = 0, places: int = PLACES
+) -> None:
     """All checks.
 
     Args:
@@ -37,12 +39,13 @@ def check_source(source: Source, sample: Path, work: Path, *, seed: int = 0) -> 
         sample: a file, or a folder that the source claims as one.
         work: an empty folder for damaged copies.
         seed: of the places where damage is done.
+        places: how many are tried for each kind of damage; large samples take a while.
     """
     rng = random.Random(seed)  # noqa: S311 - reproducible damage, no secret
     for number, check in enumerate(_CHECKS):
         folder = work / f"{number}-{check.__name__}"
         folder.mkdir()
-        check(source, _Sample(sample, folder), rng)
+        check(source, _Sample(sample, folder, places), rng)
 
 
 class _Sample:
@@ -51,7 +54,8 @@ class _Sample:
     A source may claim a folder of many files (rollout dumps): then the last of them is damaged.
     """
 
-    def __init__(self, original: Path, work: Path) -> None:
+    def __init__(self, original: Path, work: Path, places: int) -> None:
+        self.places = places
         self._original = original
         self._work = work
         self._count = 0
@@ -117,7 +121,7 @@ def survives_any_cut(source: Source, sample: _Sample, rng: random.Random) -> Non
     path = sample.copy()
     log, whole = _log_of(source, path), _steps(_read(source, path))
     data = log.read_bytes()
-    for size in sorted({0, 1, 7, *(rng.randrange(len(data)) for _ in range(PLACES))}):
+    for size in sorted({0, 1, 7, *(rng.randrange(len(data)) for _ in range(sample.places))}):
         log.write_bytes(data[:size])
         part = _steps(_read(source, path))
         assert _is_beginning(part, whole), f"cut at byte {size}: steps {part}"
@@ -128,7 +132,7 @@ def survives_junk_anywhere(source: Source, sample: _Sample, rng: random.Random) 
     path = sample.copy()
     log, whole = _log_of(source, path), _steps(_read(source, path))
     data = log.read_bytes()
-    for _ in range(PLACES):
+    for _ in range(sample.places):
         place, junk = rng.randrange(len(data)), rng.choice(_JUNK)
         log.write_bytes(data[:place] + junk + data[place:])
         part = _steps(_read(source, path))
@@ -140,7 +144,7 @@ def survives_overwriting(source: Source, sample: _Sample, rng: random.Random) ->
     path = sample.copy()
     log, whole = _log_of(source, path), _read(source, path)
     data = log.read_bytes()
-    for _ in range(PLACES):
+    for _ in range(sample.places):
         place = rng.randrange(max(1, len(data) - 4))
         log.write_bytes(data[:place] + rng.randbytes(4) + data[place + 4 :])
         reading = _read(source, path)
@@ -173,7 +177,7 @@ def grows_monotonously(source: Source, sample: _Sample, rng: random.Random) -> N
     log, whole = _log_of(source, path), _steps(_read(source, path))
     data = log.read_bytes()
     known: list[int] = []
-    for size in sorted(rng.randrange(len(data)) for _ in range(PLACES)):
+    for size in sorted(rng.randrange(len(data)) for _ in range(sample.places)):
         log.write_bytes(data[:size])
         steps = _steps(_read(source, path))
         assert _is_beginning(known, steps), f"rows went away at {size} bytes"

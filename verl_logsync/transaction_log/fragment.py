@@ -21,6 +21,7 @@ from verl_logsync.columns import STEP, json_values
 from verl_logsync.errors import StateError, quoted
 from verl_logsync.model import MARKER_KEY, Action, FileRef, History, Marker, Segment, UploadPlan
 from verl_logsync.transaction_log.records import (
+    alert_record,
     console_record,
     counter_record,
     exit_record,
@@ -73,7 +74,7 @@ def write_fragment(
         ) from error
     path = folder / f"run-{plan.target.run_id}.wandb"
     with TransactionLogWriter(path, durable=use == "carry") as log:
-        for payload in payloads(plan, entity, folder):
+        for payload in payloads(plan, entity, folder if use == "send" else None):
             log.write_payload(payload)
     return folder
 
@@ -89,12 +90,17 @@ def _place(file: FileRef, folder: Path, use: Literal["send", "carry"]) -> None:
         place.symlink_to(file.path.absolute())
 
 
-def payloads(plan: UploadPlan, entity: str, folder: Path) -> Iterator[bytes]:
-    """The records of a fragment, serialised, in the order in which they are replayed."""
+def payloads(plan: UploadPlan, entity: str, folder: Path | None) -> Iterator[bytes]:
+    """The records of a fragment, serialised, in the order in which they are replayed.
+
+    Args:
+        folder: where the fragment is; None when it is to be carried elsewhere.
+    """
     yield _run_payload(plan, entity)
     yield from plan.extra.metrics or _counters(plan.history)
     yield from plan.extra.others
     yield from plan.extra.events
+    yield from (alert_record(alert.title, alert.text) for alert in plan.alerts)
     if plan.extra.files:
         yield files_record(plan.extra.files)
     for artifact in plan.extra.artifacts:
@@ -120,8 +126,8 @@ def _run_payload(plan: UploadPlan, entity: str) -> bytes:
         notes=extra.notes,
         group=extra.group[:_LONGEST_NAME],
         job_type=extra.job_type[:_LONGEST_TAG],
-        tags=[tag[:_LONGEST_TAG] for tag in dict.fromkeys(extra.tags) if tag],
     )
+    tags = [tag[:_LONGEST_TAG] for tag in dict.fromkeys(plan.tags or ()) if tag]
     return run_record(
         run_id=plan.target.run_id,
         entity=entity,
@@ -129,6 +135,7 @@ def _run_payload(plan: UploadPlan, entity: str) -> bytes:
         config={**plan.config, MARKER_KEY: marker_value(plan.marker)},
         started_at=plan.started_at,
         words=words if plan.new_run else b"",
+        tags=tags,
         branch_step=plan.branch_step if plan.action is Action.REWIND else None,
     )
 
@@ -144,6 +151,9 @@ def marker_value(marker: Marker) -> dict[str, Any]:
         "clock": dict(marker.clock),
         "events": [list(segment) for segment in marker.events],
         "logs": [list(segment) for segment in marker.logs],
+        "diagnostics": marker.diagnostics,
+        "added": sorted(marker.added),
+        "alerts": list(marker.alerts),
     }
 
 
@@ -161,6 +171,9 @@ def read_marker(stored: object) -> Marker | None:
             {str(k): float(v) for k, v in dict(stored["clock"]).items()},
             _segments(stored["events"]),
             _segments(stored["logs"]),
+            str(stored.get("diagnostics", "")),
+            frozenset(map(str, stored.get("added") or ())),
+            tuple(map(str, stored.get("alerts") or ())),
         )
     except (KeyError, TypeError, ValueError):
         return None
@@ -176,7 +189,7 @@ def _counters(history: History) -> Iterator[bytes]:
     return (counter_record(name) for name in COUNTERS if name in names)
 
 
-def _artifact_payload(payload: bytes, plan: UploadPlan, entity: str, folder: Path) -> bytes:
+def _artifact_payload(payload: bytes, plan: UploadPlan, entity: str, folder: Path | None) -> bytes:
     """An artifact's record for the target run: with another run or project it is lost.
 
     Local paths must be absolute: where a file is not found, the artifact stays pending in silence.
@@ -188,7 +201,7 @@ def _artifact_payload(payload: bytes, plan: UploadPlan, entity: str, folder: Pat
     record.artifact.project = plan.target.project
     record.artifact.entity = entity
     for entry in record.artifact.manifest.contents:
-        if entry.local_path and not Path(entry.local_path).is_absolute():
+        if folder is not None and entry.local_path and not Path(entry.local_path).is_absolute():
             entry.local_path = str((folder / entry.local_path).absolute())
     return bytes(record.SerializeToString())
 

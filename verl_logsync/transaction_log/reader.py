@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,6 +154,36 @@ def stats_row(record: Any) -> tuple[float, dict[str, object]]:
     names = [item.key for item in items]
     values = _parse_json(names, [item.value_json for item in items])
     return timestamp(record.stats.timestamp), dict(zip(names, values, strict=True))
+
+
+_GPU_SHARE = re.compile(r"gpu\.\d+\.memoryAllocated")
+_GPU_BYTES = re.compile(r"gpu\.\d+\.memoryAllocatedBytes")
+
+
+def gpu_memory(payload: bytes) -> tuple[float, float | None, float | None]:
+    """Of a serialised system-metrics record: its time (seconds since 1970), and the memory of the
+    fullest GPU in percent and in bytes; None where it has none.
+    """
+    from google.protobuf.message import DecodeError
+    from wandb.proto import wandb_internal_pb2
+
+    messages: Any = wandb_internal_pb2
+    try:
+        seconds, values = stats_row(messages.Record.FromString(payload))
+    except (ValueError, DecodeError):
+        return 0.0, None, None
+    return seconds, _largest(values, _GPU_SHARE), _largest(values, _GPU_BYTES)
+
+
+def _largest(values: Mapping[str, object], names: re.Pattern[str]) -> float | None:
+    found = [
+        float(value)
+        for name, value in values.items()
+        if names.fullmatch(name.removeprefix("system."))
+        and isinstance(value, int | float)
+        and not isinstance(value, bool)
+    ]
+    return max(found, default=None)
 
 
 def timestamp(stamp: Any) -> float:

@@ -14,7 +14,8 @@ from verl_logsync.model import FileRef
 from verl_logsync.transaction_log.wire import double, integer, message, text
 
 # Fields of Record.
-_SUMMARY, _FILES, _ARTIFACT, _METRIC, _OUTPUT_RAW, _RUN, _EXIT = 3, 6, 8, 12, 13, 17, 18
+_SUMMARY, _FILES, _ARTIFACT, _ALERT, _METRIC = 3, 6, 8, 10, 12
+_OUTPUT_RAW, _RUN, _EXIT = 13, 17, 18
 # The console's streams are STDERR = 0 and STDOUT = 1.
 _STDOUT = 1
 
@@ -27,6 +28,7 @@ def run_record(
     config: Mapping[str, Any],
     started_at: float | None,
     words: bytes = b"",
+    tags: Iterable[str] = (),
     branch_step: int | None = None,
 ) -> bytes:
     """The record that opens a run.
@@ -34,12 +36,14 @@ def run_record(
     Args:
         started_at: the run's first start, seconds since 1970.
         words: what only a new run is given, see `run_words`.
+        tags: all of the run's; without any those on the server stay.
         branch_step: rewind the run to this step.
     """
     items = b"".join(
         message(1, text(1, key) + text(16, to_json(value))) for key, value in config.items()
     )
     body = [text(1, run_id), text(2, entity), text(3, project), message(4, items), words]
+    body.extend(text(10, tag) for tag in tags)
     if started_at is not None:
         seconds = int(started_at)
         nanos = int((started_at - seconds) * 1e9)
@@ -49,17 +53,9 @@ def run_record(
     return message(_RUN, b"".join(body))
 
 
-def run_words(*, name: str, notes: str, group: str, job_type: str, tags: Iterable[str]) -> bytes:
+def run_words(*, name: str, notes: str, group: str, job_type: str) -> bytes:
     """The part of a run record that people may edit on the server later."""
-    return b"".join(
-        (
-            text(6, group),
-            text(7, job_type),
-            text(8, name),
-            text(9, notes),
-            *(text(10, tag) for tag in tags),
-        )
-    )
+    return text(6, group) + text(7, job_type) + text(8, name) + text(9, notes)
 
 
 def summary_record(summary: Mapping[str, Any]) -> bytes:
@@ -113,6 +109,11 @@ def counter_record(name: str) -> bytes:
     """The definition of a metric that other metrics can be plotted over."""
     defined = integer(3, 1)
     return message(_METRIC, text(1, name) + message(6, defined))
+
+
+def alert_record(title: str, words: str) -> bytes:
+    """Something that W&B tells the run's owners."""
+    return message(_ALERT, text(1, title) + text(2, words) + text(3, "WARN"))
 
 
 def exit_record(exit_code: int, runtime: float) -> bytes:

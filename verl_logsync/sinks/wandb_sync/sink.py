@@ -47,7 +47,7 @@ query VerlLogsyncRuns($entity: String!, $project: String!, $filters: JSONString,
     runs(filters: $filters, first: 100, after: $after) {
       edges { node {
         name state config summaryMetrics historyLineCount eventsLineCount logLineCount
-        historyKeys historyTail
+        historyKeys historyTail tags
       } }
       pageInfo { endCursor hasNextPage }
     }
@@ -447,6 +447,7 @@ def _remote_state(node: Mapping[str, Any]) -> RemoteState:
         summary=_object(node.get("summaryMetrics")),
         key_counts=counts,
         marker=read_marker(_object(_object(node.get("config")).get(MARKER_KEY)).get("value")),
+        tags=tuple(map(str, node.get("tags") or ())),
     )
 
 

@@ -18,6 +18,8 @@ _MORE_CONFIG: Final = re.compile(r" +(?:['\"\[\](){}\d-]|None\b|True\b|False\b|n
 _MORE_METRICS: Final = re.compile(r" [\"']")
 _MOST_LINES: Final = 20_000
 _MOST_FOREIGN: Final = 2_000
+_MOST_TEXT: Final = 4 << 20
+_MOST_TRIES: Final = 50
 _NUMPY: Final = frozenset({"np", "numpy"})
 _NUMBERS: Final = {"nan": math.nan, "inf": math.inf}
 
@@ -43,6 +45,18 @@ class Block:
     lines: list[str] = field(default_factory=list)
     entries: list[int] = field(default_factory=list)
     foreign: int = 0
+    size: int = 0
+    tries: int = 0
+
+    def add(self, text: str, entry: int) -> dict[str, Any] | None:
+        """Add a line; what the block says if it was the last one."""
+        self.lines.append(text)
+        self.entries.append(entry)
+        self.size += len(text)
+        if not self._may_end or self.hopeless:
+            return None
+        self.tries += 1
+        return self.values()
 
     def belongs(self, text: str) -> bool:
         """Whether a line of the same process is one of this block."""
@@ -50,7 +64,7 @@ class Block:
         return pattern.match(text) is not None
 
     @property
-    def may_end(self) -> bool:
+    def _may_end(self) -> bool:
         """Whether its last line looks like the last of a block."""
         last = self.lines[-1].rstrip()
         if self.kind == "config":
@@ -60,7 +74,12 @@ class Block:
     @property
     def hopeless(self) -> bool:
         """Whether the end of the block will not come any more."""
-        return len(self.lines) > _MOST_LINES or self.foreign > _MOST_FOREIGN
+        return (
+            len(self.lines) > _MOST_LINES
+            or self.foreign > _MOST_FOREIGN
+            or self.size > _MOST_TEXT
+            or self.tries > _MOST_TRIES
+        )
 
     def values(self) -> dict[str, Any] | None:
         """What it says, or None while it is not whole."""

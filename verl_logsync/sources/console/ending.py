@@ -18,6 +18,7 @@ _ERROR: Final = re.compile(
     r"(?:\([\w.]+\))?)(?::\s|$)"
 )
 _LONGEST: Final = 200
+_LONGEST_LINE: Final = 4_000
 
 
 def ending(attempts: Attempts, console: Sequence[str]) -> Ending | None:
@@ -40,7 +41,7 @@ def ending(attempts: Attempts, console: Sequence[str]) -> Ending | None:
 
 def _last_bar(tail: Sequence[str]) -> tuple[int, int] | None:
     for line in reversed(tail):
-        found = _BAR.search(line)
+        found = _BAR.search(line[-_LONGEST_LINE:])
         if found:
             return int(found[1][:18]), int(found[2][:18])
     return None
@@ -56,7 +57,7 @@ def _last_error(tail: Sequence[str], owners: set[str]) -> str:
         inside = content(line)
         if inside.owner and inside.owner not in owners:
             continue
-        text = inside.text.strip()
+        text = inside.text.strip()[:_LONGEST_LINE]
         if _TRACEBACK in text:
             seen = True
         elif seen and (found := _ERROR.match(text)):

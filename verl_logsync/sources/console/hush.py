@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from verl_logsync.secrets_mask import MASK, is_secret_name, mask_config, mask_text
 
-_IN_DICT: Final = rb"\w*['\"]\s*:"
+_IN_DICT: Final = rb"\w{0,64}['\"]\s{0,8}:"
 # By a word that occurs in it: whatever `mask_text` could change, and names of secrets that are
 # printed as a dict's keys. (Words are found faster than patterns.) A number is no secret.
 _SUSPECT: Final = {
@@ -36,10 +36,10 @@ _SUSPECT: Final = {
     b"authorization": re.compile(rb"authorization" + _IN_DICT),
     b"webhook": re.compile(rb"webhook" + _IN_DICT),
 }
-_PAIR: Final = re.compile(
-    r"(?P<name>(?P<q>['\"])(?P<key>[\w.\-]+)(?P=q)\s*:\s*)"
-    r"(?P<value>'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[\[{(].*)"
-)
+_NAME: Final = r"(?P<q>['\"])(?P<key>[\w.\-]{1,200})(?P=q)\s{0,8}:\s{0,8}"
+_PAIR: Final = re.compile(rf"(?P<name>{_NAME})(?P<value>'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")")
+_KEY: Final = re.compile(_NAME)
+_OPENED: Final = re.compile(rf"{_NAME}[\[{{(]")
 _QUOTED: Final = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
 # `mask_text` looks at every word as the start of an address, so long text is given in pieces.
 _PIECE: Final = 2048
@@ -73,13 +73,18 @@ def lines_with(words: Sequence[bytes], lines: Sequence[bytes]) -> Iterator[bytes
 
 def hushed(line: str) -> str:
     """A line without the secrets that can be told by their form or by a dict's key."""
-    line = _PAIR.sub(_hushed_pair, line)
+    line = _without_named(line)
     if len(line) <= _PIECE:
         return mask_text(line)
     return "".join(
-        mask_text(part) if any(suspects([part.encode(errors="replace")])) else part
+        _hushed_part(part) if any(suspects([part.encode(errors="replace")])) else part
         for part in _parts(line)
     )
+
+
+def _hushed_part(part: str) -> str:
+    # Endless words are no prose, and masking takes the square of their length.
+    return mask_text(part) if len(part) <= 2 * _PIECE else f" {MASK}"
 
 
 def _parts(line: str) -> Iterator[str]:
@@ -92,13 +97,17 @@ def _parts(line: str) -> Iterator[str]:
     yield line[start:]
 
 
+def _without_named(line: str) -> str:
+    """Mask what stands behind the name of a secret in a printed dict."""
+    for opened in _OPENED.finditer(line):
+        if is_secret_name(opened["key"]):
+            line = line[: opened.end()] + without_strings(line[opened.end() :])
+            break
+    return _PAIR.sub(_hushed_pair, line)
+
+
 def _hushed_pair(found: re.Match[str]) -> str:
-    if not is_secret_name(found["key"]):
-        return found[0]
-    value = found["value"]
-    if value[0] in "[{(":
-        return found["name"] + without_strings(value)
-    return found["name"] + repr(MASK)
+    return f"{found['name']}{MASK!r}" if is_secret_name(found["key"]) else found[0]
 
 
 def without_strings(text: str) -> str:
@@ -139,7 +148,7 @@ def hush_broken_block(lines: list[str], entries: Sequence[int]) -> None:
     """Mask the strings of a config that was cut, from its first secret name on, in place."""
     suspicious = False
     for entry in entries:
-        names = re.findall(r"['\"]([\w.\-]+)['\"]\s*:", lines[entry])
+        names = (found["key"] for found in _KEY.finditer(lines[entry]))
         suspicious = suspicious or any(map(is_secret_name, names))
         if suspicious:
             lines[entry] = without_strings(lines[entry])

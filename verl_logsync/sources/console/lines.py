@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 LONGEST_LINE: Final = (10 << 20) - (100 << 10)
 
 _BOM: Final = b"\xef\xbb\xbf"
-_ANSI: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
+_ANSI: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 # Ray's own colours, which are nearly all there are.
 _COMMON_ANSI: Final = ("\x1b[36m", "\x1b[0m")
 

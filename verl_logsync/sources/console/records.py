@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ _REPLACED: Final = "\ufffd"  # stands for bytes that are no UTF-8
 _NO_KEY: Final = re.compile(r"[\ufffd\x00-\x1f\x7f-\x9f]|:-?\d")
 _NOT_IN_KEY: Final = re.compile(r"[ :]")
 _FEWEST: Final = 3
+_LONGEST_PAIR: Final = 300
 _MOST_LINES: Final = 5000
 _SAMPLE: Final = 40
 
@@ -87,7 +89,7 @@ def _pairs(step: int, pieces: Sequence[str]) -> Record:
     for piece in pieces:
         key, _, printed = piece.rpartition(":")
         value = number(printed)
-        if value is None or not key or _NO_KEY.search(key):
+        if value is None or not _is_key(key):
             dropped.append(piece[:_SAMPLE])
             lost.add(piece.partition(":")[0])
         elif key in values or key in lost:
@@ -98,6 +100,11 @@ def _pairs(step: int, pieces: Sequence[str]) -> Record:
             if printed in _NOTHING:
                 vanished.append(key)
     return Record(step, values, tuple(dropped), repeated, coarse, tuple(vanished))
+
+
+@functools.lru_cache(1 << 14)
+def _is_key(key: str) -> bool:
+    return bool(key) and not _NO_KEY.search(key)
 
 
 def _is_damaged(text: str) -> bool:
@@ -136,7 +143,7 @@ def is_orphan(text: str, first_key: str = "") -> bool:
     if sum(_is_pair(piece) for piece in pieces) >= _FEWEST or _BROKEN_HEAD.match(text):
         return True
     likely = _has_junk(text) or text.startswith("step") or f" {first_key}:" in f" {text}"
-    return likely and bool(_PAIR_AT_END.search(text))
+    return likely and bool(_PAIR_AT_END.search(text[-_LONGEST_PAIR:]))
 
 
 def _is_pair(piece: str) -> bool:
@@ -173,18 +180,19 @@ class Broken:
             return False
         if known_width and not known_width - 1 <= width <= known_width:
             return False
+        if len(more) > width + 1 and self.complete:
+            return False
         last = self.text.rpartition(_BETWEEN)[2]
         joined = _joined(last, more, max(width, known_width))
         if joined is None:
             return False
-        sure = not _whole(last) or _BETWEEN in joined or width == len(more) or width == known_width
-        if not sure:
+        if self.complete and _BETWEEN not in joined and width != known_width:
             # "0.97" and then "8": a broken number, or a number that someone printed.
-            self.unsure = longest <= width <= self.WIDEST
+            self.unsure = _whole(joined) and longest <= width <= self.WIDEST
             return False
         self.text = self.text[: len(self.text) - len(last)] + joined
         self.lines += 1
-        self.ended = len(more) < max(width, known_width) - 1
+        self.ended = not _is_full(more, max(width, known_width))
         if len(more) == width + 1:
             self.width += 1  # the first line had lost its trailing space
         return True
@@ -197,7 +205,7 @@ class Broken:
 
 def _joined(last: str, more: str, width: int) -> str | None:
     """The last piece and the new line, when together they are pairs."""
-    ends = len(more) < width - 1
+    ends = not _is_full(more, width)
     # A copied terminal line lacks its trailing space, which may belong to " - ".
     for between in ("", " "):
         joined = last + between + more
@@ -205,6 +213,11 @@ def _joined(last: str, more: str, width: int) -> str | None:
         if all(map(_whole, whole)) and (_whole(rest) if ends else " " not in rest.strip(" -")):
             return joined
     return None
+
+
+def _is_full(line: str, width: int) -> bool:
+    """Whether a line reaches the edge of a terminal that is about so wide."""
+    return width - 1 <= len(line) <= width + 1
 
 
 def _whole(piece: str) -> bool:

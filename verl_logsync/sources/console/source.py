@@ -53,7 +53,7 @@ class Console:
     """Source `console`."""
 
     name = "console"
-    precision = 10
+    precision = 16
     patterns = ("*.log", "*.log.*", "*.out", "*.out.*", "*.err", "*.txt", "*.gz", "*.zst")
 
     def recognise(self, candidate: Candidate) -> LogFile | Skip | None:

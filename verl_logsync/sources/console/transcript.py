@@ -70,6 +70,8 @@ _VIEW: Final = re.compile(
 )
 # So many lines at the start of a file are searched for a time.
 _OPENING: Final = 200
+# What is searched for signs and names; no line that has one is longer.
+_LONGEST_SIGN: Final = 4_000
 _KNOWN_BYTES: Final = 16 << 20
 _NOISE, _SECRET, _MARK = 0, 1, 2
 _SKIPS_NAMED: Final = 100
@@ -236,7 +238,7 @@ class Transcript:
         try:
             return list(map(self._known.__getitem__, forms))
         except KeyError:
-            self._learn(set(forms) - self._known.keys())
+            self._learn({form for form in forms if form not in self._known})
         return list(map(self._known.__getitem__, forms))
 
     def _learn(self, forms: set[bytes]) -> None:
@@ -282,7 +284,8 @@ class Transcript:
         if self._blocks:
             yield from self._in_block(at, inside.text)
         if kind & _MARK:
-            yield from self._meaning(at, inside, len(visible))
+            width = Broken.WIDEST + 1 if inside.hidden else len(visible)
+            yield from self._meaning(at, inside, width)
 
     def _last(self, stretch: Stretch) -> Iterator[Event]:
         """What follows the last line feed: its writer has not finished it."""
@@ -367,7 +370,7 @@ class Transcript:
                 detail = "values without a step: the beginning of the line is lost"
                 self._notes.skip(at, SkipReason.NO_STEP, detail, 1)
             self._orphan = at.line
-        else:
+        elif len(text) <= _LONGEST_SIGN:
             yield from _signs(at, text)
             yield from _names(text)
 
@@ -382,7 +385,7 @@ class Transcript:
         if not inside.bare:
             return False
         taken = broken.take(visible, known_width=self._width, longest=self._longest)
-        if taken and broken.width <= Broken.WIDEST:
+        if taken and len(visible) <= broken.width <= Broken.WIDEST:
             self._width = max(self._width, broken.width)
         return taken
 
@@ -442,9 +445,7 @@ class Transcript:
             self._abandon(at.owner)
 
     def _more_of(self, begun: Printed, block: Block, text: str) -> Iterator[Event]:
-        block.lines.append(text)
-        block.entries.append(len(self.console) - 1)
-        values = block.values() if block.may_end else None
+        values = block.add(text, len(self.console) - 1)
         if values is None:
             return
         del self._blocks[begun.owner]

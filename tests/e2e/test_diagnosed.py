@@ -1,0 +1,163 @@
+"""Diagnostics on their way to the server."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+import verl_logsync
+from verl_logsync.testing.simulate import simulate
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+
+
+@pytest.fixture
+def sick(tmp_path):
+    """A run whose gradient is NaN at step 27, of which so many steps are written."""
+    run = simulate("nan_gradient", steps=60, onset=27, seed=1)
+
+    def write(last: int) -> Path:
+        whole = run.write(tmp_path / "whole")
+        log = tmp_path / "logs" / "grpo" / "sick.jsonl"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        lines = whole.read_bytes().splitlines(keepends=True)
+        log.write_bytes(b"".join(x for x in lines if json.loads(x)["step"] <= last))
+        os.utime(log, (time.time() - 7200 + last,) * 2)
+        return log
+
+    return write
+
+
+def _alerts(server) -> list[str]:
+    return [r.operation for r in server.requests if "Alert" in str(r.operation)]
+
+
+def test_a_critical_finding_is_told_once(sick, upload, server, one_run):
+    """A critical finding tags the run and alerts once, when its step is sent; earlier rows stay as
+    they are, and again nothing is sent."""
+    assert upload.here(sick(20)).code == 0
+    before = [dict(row) for row in one_run().rows]
+    assert "health:critical" not in one_run().tags
+    assert _alerts(server) == []
+    assert upload.here(sick(40)).code == 0
+    run = one_run()
+    assert run.rewinds == []
+    assert [dict(row) for row in run.rows][: len(before)] == before
+    assert "health:critical" in run.tags
+    alerted = len(_alerts(server))
+    assert alerted >= 1
+    assert run.rows[-1]["health/worst"] in (0, 1, 2)
+    assert max(row.get("health/worst", 0) for row in run.rows) == 2
+    for last in (40, 50):
+        assert upload.here(sick(last)).code == 0
+    assert len(_alerts(server)) == alerted
+    assert one_run().summary["health/worst"] == one_run().rows[-1]["health/worst"]
+
+
+def test_a_persons_tags_stay(sick, upload, one_run):
+    """Tags that somebody gave the run are kept when ours is added."""
+    upload.here(sick(20))
+    one_run().tags = ["mine"]
+    upload.here(sick(40))
+    assert one_run().tags == ["mine", "health:critical"]
+
+
+def test_diagnostics_only_add(sick, upload, one_run):
+    """Every logged value arrives under its own name, whatever is derived beside it."""
+    log = sick(60)
+    assert upload.here(log, final=True, verify="full").code == 0
+    logged = [json.loads(line) for line in log.read_text().splitlines()]
+    for record, row in zip(logged, one_run().rows, strict=True):
+        for key, value in record["data"].items():
+            assert repr(row[key]) == repr(value) or row[key] == value, (record["step"], key)
+    series = one_run().config["verl_logsync_series"]
+    assert series["reward/mean"]["from"]
+    assert {"reward/mean", "trainer/step_per_second"} <= one_run().rows[5].keys()
+
+
+def test_recompute_sends_all_rows_anew(sick, upload, one_run):
+    """--recompute rewinds the run and sends the same rows, also when nothing changed; rows that
+    were sent without diagnostics have them then."""
+    log = sick(60)
+    assert upload.here(log, final=True, diagnostics=False).code == 0
+    assert not any("health/worst" in row for row in one_run().rows)
+    plain = upload.here(log, final=True)
+    assert (plain.code, plain.report["totals"]["rows_sent"]) == (0, 0)
+    again = upload.here(log, final=True, recompute=True, verify="full")
+    assert (again.code, again.report["totals"]["rows_sent"]) == (0, len(one_run().rows))
+    assert len(one_run().rewinds) == 1
+    assert all("health/worst" in row for row in one_run().rows[1:])
+    assert [row["_step"] for row in one_run().rows] == sorted({r["_step"] for r in one_run().rows})
+
+
+def test_another_machine_sends_nothing(sick, upload, one_run, tmp_path):
+    """Without the ledger, and with other diagnostics, the rows on the server are still ours."""
+    log = sick(60)
+    assert upload.here(log, final=True).code == 0
+    for number, settings in enumerate(({}, {"diagnostics": False}, {"device_memory_gb": 80.0})):
+        result = upload.here(log, final=True, state_dir=tmp_path / f"state{number}", **settings)
+        assert (result.code, result.report["totals"]["rows_sent"]) == (0, 0), settings
+    assert one_run().rewinds == []
+
+
+def test_a_step_waits_for_its_dump(tmp_path, upload, one_run):
+    """Where the config asks for rollout dumps, a step of a live run is sent when its dump is there,
+    with its statistics, and tables of groups to look at."""
+    logs = tmp_path / "logs"
+    shutil.copytree(FIXTURES / "demo" / "outputs", logs)
+    shutil.rmtree(logs / "wandb")
+    for other in (logs / "grpo_arith").iterdir():
+        if other.name != "qwen_small_grpo.jsonl.1":
+            other.unlink()
+    log = logs / "grpo_arith" / "qwen_small_grpo.jsonl.1"
+    log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:6]))
+    dumps = next((FIXTURES / "rollouts" / "v1_0.9").rglob("1.jsonl")).parent
+    (logs / "rollouts").mkdir()
+    (config,) = logs.rglob(".hydra/config.yaml")
+    assert "rollout_data_dir" in config.read_text()
+    for step in (1, 2):
+        shutil.copy(dumps / f"{step}.jsonl", logs / "rollouts")
+    result = upload.here(logs, tables_every=2)
+    assert result.code == 0, result.report
+    rows = {row["_step"]: row for row in one_run().rows}
+    assert max(rows) == 2
+    assert rows[1]["grpo/zero_spread_share"] == 0.5
+    assert rows[2]["grpo/zero_spread_share"] == 0
+    assert rows[2]["grpo/samples"]["_type"] == "table-file"
+    assert rows[2]["grpo/samples"]["path"] in one_run().files
+    for step in (3, 4, 5):
+        shutil.copy(dumps / f"{step}.jsonl", logs / "rollouts")
+    assert upload.here(logs, final=True, tables_every=2).code == 0
+    rows = {row["_step"]: row for row in one_run().rows}
+    assert sorted(rows) == [0, 1, 2, 3, 4, 5]
+    assert all("grpo/zero_spread_share" in rows[step] for step in range(1, 6))
+    assert one_run().rewinds == []
+
+
+def test_python_face(sick):
+    """diagnose(run) gives findings and series, without sending anything."""
+    (run,) = verl_logsync.load(sick(60))
+    result = verl_logsync.diagnose(run)
+    assert "GRADIENT_NON_FINITE" in [f.code for f in result.findings]
+    (finding,) = [f for f in result.findings if f.code == "GRADIENT_NON_FINITE"]
+    assert finding.first_step == 27
+    series = result.series()
+    assert series.index.tolist() == run.history().index.tolist()
+    assert series["reward/mean"][30] == run.history()["critic/rewards/mean"][30]
+
+
+def test_the_gate(sick, upload):
+    """diagnose ends with 8 when a finding is as grave as --fail-on says, else with 0."""
+    log = sick(60)
+    code, text = upload.text(log, verb="diagnose")
+    assert code == 0, text
+    assert "GRADIENT_NON_FINITE" in text
+    assert "step 27" in text
+    assert upload.text(log, "--fail-on", "critical", verb="diagnose")[0] == 8
+    healthy = sick(20)
+    assert upload.text(healthy, "--fail-on", "critical", verb="diagnose")[0] == 0

@@ -1,0 +1,213 @@
+"""Add to a history what can be derived from it and from rollout dumps.
+
+The dumps are large: what each step comes to is kept in the state folder, so that unchanged dumps
+are read once. Deleting that cache costs time, nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+
+from verl_logsync.columns import STEP, TIMESTAMP, as_numbers
+from verl_logsync.diagnostics import DiagnoseOptions, Diagnosis, Finding, diagnose, load_rules
+from verl_logsync.diagnostics.rules import PREFIX, WORST
+from verl_logsync.diagnostics.tables import SAMPLES, sample_tables
+from verl_logsync.diagnostics.wording import summed_up
+from verl_logsync.errors import InputError, UsageError
+from verl_logsync.model import Alert, FileRef, History, PassThrough, Skip, SkipReason
+from verl_logsync.pipeline.engine import Engine
+from verl_logsync.pipeline.loading import Loaded
+from verl_logsync.plan import Derived
+from verl_logsync.rollouts.cache import ReductionCache
+from verl_logsync.rollouts.folder import reduce_folder
+from verl_logsync.rollouts.values import ReductionOptions, StepReduction
+from verl_logsync.settings import Settings
+from verl_logsync.transaction_log import gpu_memory
+
+#: The config key of a run under which it is said where the derived series come from.
+PROVENANCE_KEY: Final = "verl_logsync_series"
+
+_TAGS: Final = {"critical": "health:critical"}
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosed:
+    """A run with its derived columns, and what was noticed in it."""
+
+    loaded: Loaded
+    diagnosis: Diagnosis
+
+
+def diagnosed(engine: Engine, loaded: Loaded) -> Diagnosed:
+    """Diagnose a run that was read and aligned."""
+    settings, history = engine.settings, loaded.history
+    reductions, notes, skips = _reductions(engine, loaded)
+    diagnosis = diagnose(
+        history.table, loaded.around.config, reductions, _options(settings, loaded)
+    )
+    files, tables = sample_tables(reductions, history.steps, settings.tables_every)
+    columns = {
+        name: diagnosis.columns.column(name)
+        for name in diagnosis.columns.column_names
+        if name != STEP
+    } | ({SAMPLES: tables} if files else {})
+    account = loaded.account
+    account = replace(account, notes=(*account.notes, *notes), skips=(*account.skips, *skips))
+    loaded = replace(
+        _with_files(loaded, files),
+        history=_with_columns(history, columns),
+        account=account,
+        derived=_derived(diagnosis),
+        dumped_to=_dumped_to(loaded, reductions),
+    )
+    return Diagnosed(loaded, diagnosis)
+
+
+def _with_columns(history: History, columns: Mapping[str, Any]) -> History:
+    """The history with those columns that were not logged, and hold anything."""
+    table = history.table
+    added = set()
+    for name, whole in columns.items():
+        column = _from_first_alarm(name, whole)
+        if name not in table.column_names and column.null_count < len(column):
+            table = table.append_column(name, column)
+            added.add(name)
+    return replace(history, table=table, added=history.added | added)
+
+
+def _from_first_alarm(name: str, column: Any) -> Any:
+    """A rule that never spoke needs no column: its level begins with its first alarm."""
+    if not name.startswith(PREFIX) or name == WORST:
+        return column
+    levels = as_numbers(column)
+    alarms = np.flatnonzero(levels > 0)
+    first = int(alarms[0]) if len(alarms) else len(levels)
+    shown = (np.arange(len(levels)) >= first) & np.isfinite(levels)
+    return pa.array(np.where(shown, levels, 0).astype(np.int64), mask=~shown)
+
+
+def _with_files(loaded: Loaded, files: Iterable[FileRef]) -> Loaded:
+    extra: PassThrough = loaded.around.extra
+    around = replace(loaded.around, extra=replace(extra, files=(*extra.files, *files)))
+    return replace(loaded, around=around)
+
+
+def _derived(diagnosis: Diagnosis) -> Derived:
+    worst = diagnosis.worst
+    return Derived(
+        version=diagnosis.version,
+        config={PROVENANCE_KEY: {k: dict(v) for k, v in diagnosis.provenance.items()}},
+        notes=(f"health: {said}",) if (said := summed_up(diagnosis.findings)) else (),
+        tags=(_TAGS[worst],) if worst in _TAGS else (),
+        alerts=tuple(_alert(f) for f in diagnosis.findings if f.severity == "critical"),
+    )
+
+
+def _alert(finding: Finding) -> Alert:
+    code, severity, first = finding.identity
+    title = f"{code} from step {first} on"
+    return Alert(f"{code}:{severity}@{first}", first, title, f"{finding.says} {finding.advice}")
+
+
+# -- dumps ---------------------------------------------------------------------------------
+
+
+def _reductions(
+    engine: Engine, loaded: Loaded
+) -> tuple[list[StepReduction], list[str], list[Skip]]:
+    """What the rollout dumps of a run come to, one a step and kind; the newest file's counts."""
+    cache = ReductionCache(engine.settings.state_folder / "reductions") if engine.ledger else None
+    found: dict[tuple[int, bool], StepReduction] = {}
+    skips: list[Skip] = []
+    for file in sorted(loaded.run.rollouts, key=lambda f: (f.stamp.mtime_ns, f.place)):
+        options = _reduction_options(engine.settings, loaded.around.config)
+        try:
+            for reduction in reduce_folder(file, options, cache):
+                found[reduction.step, reduction.kind == "validation"] = reduction
+                skips.extend(reduction.skips)
+        except InputError as error:
+            skips.append(Skip(SkipReason.UNREADABLE, error.place, error.message, error.hint))
+    notes = list(dict.fromkeys(note for r in found.values() for note in r.notes))
+    if cache is not None and cache.trouble:
+        notes.append(cache.trouble)
+    return [found[key] for key in sorted(found)], notes, skips
+
+
+def _dumped_to(loaded: Loaded, reductions: Iterable[StepReduction]) -> int | None:
+    """The last step whose training dump is whole; None where none is to be waited for."""
+    if not _at(loaded.around.config, "trainer.rollout_data_dir"):
+        return None
+    whole = (r.step for r in reductions if r.kind != "validation" and r.rows and not r.partial)
+    return max(whole, default=None)
+
+
+def _reduction_options(settings: Settings, config: Mapping[str, Any]) -> ReductionOptions:
+    size = _at(config, "actor_rollout_ref.rollout.n")
+    kept_only = _at(config, "algorithm.filter_groups.enable")
+    return ReductionOptions(
+        group_size=size if isinstance(size, int) and size > 0 else None,
+        success=settings.success_threshold,
+        answer_pattern=settings.answer_pattern,
+        format_pattern=settings.format_pattern,
+        kept_groups_only=kept_only is True,
+    )
+
+
+def _at(config: Mapping[str, Any], dotted: str) -> Any:
+    value: Any = config
+    for part in dotted.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+# -- what the history does not say -----------------------------------------------------------
+
+
+def _options(settings: Settings, loaded: Loaded) -> DiagnoseOptions:
+    percent, used = _gpu_memory(loaded)
+    return DiagnoseOptions(
+        device_memory_gb=settings.device_memory_gb,
+        gpu_memory_percent=percent,
+        gpu_memory_bytes=used,
+        rules=_rules(settings),
+    )
+
+
+def _rules(settings: Settings) -> Any:
+    if settings.rules is None:
+        return None
+    try:
+        return load_rules(settings.rules.read_text(encoding="utf-8"), str(settings.rules))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot be read: {error}", place=str(settings.rules)) from error
+
+
+def _gpu_memory(loaded: Loaded) -> tuple[dict[int, float], dict[int, float]]:
+    """The fullest GPU's memory by step, from the system metrics of offline runs."""
+    history = loaded.history
+    if TIMESTAMP not in history.table.column_names:
+        return {}, {}
+    ends = as_numbers(history.table.column(TIMESTAMP))
+    percent: dict[int, float] = {}
+    used: dict[int, float] = {}
+    for seconds, share, size in _records(loaded):
+        row = int(np.searchsorted(ends, seconds))
+        if row < len(ends):
+            step = int(history.steps[row])
+            if share is not None:
+                percent[step] = max(share, percent.get(step, -math.inf))
+            if size is not None:
+                used[step] = max(size, used.get(step, -math.inf))
+    return percent, used
+
+
+def _records(loaded: Loaded) -> Iterator[tuple[float, float | None, float | None]]:
+    for _, extra in loaded.around.streams:
+        for payload in extra.events:
+            yield gpu_memory(payload)
