@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from verl_logsync.errors import UnreadableInput, UsageError
+from verl_logsync.regular import read_start
 
 #: Its usual name.
 BINDING_FILE: Final = "wandb_run_id"
@@ -30,8 +31,7 @@ def read_binding(folder: str | os.PathLike[str], file_name: str = BINDING_FILE) 
     """
     path = Path(folder) / file_name
     try:
-        with path.open("rb") as stream:
-            text = stream.read(_LARGEST).decode(errors="replace").strip()
+        text = read_start(path, _LARGEST).decode(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
         return ""
     except OSError as error:
