@@ -23,6 +23,11 @@ _RUN_ID: Final = re.compile(r"[^/\\#?%:.\s\x00-\x1f][^/\\#?%:\s\x00-\x1f]{0,127}
 _LARGEST: Final = 4096
 
 
+def is_run_id(text: str) -> bool:
+    """Whether W&B takes a text as a run id."""
+    return _RUN_ID.fullmatch(text) is not None
+
+
 def read_binding(folder: str | os.PathLike[str], file_name: str = BINDING_FILE) -> str:
     """The run id that a checkpoint folder is bound to; empty when it is bound to none.
 
@@ -38,7 +43,7 @@ def read_binding(folder: str | os.PathLike[str], file_name: str = BINDING_FILE) 
         raise UnreadableInput(
             f"cannot be read: {error.strerror}", place=str(path), hint=f"See: ls -l {str(path)!r}"
         ) from error
-    if not _RUN_ID.fullmatch(text):
+    if not is_run_id(text):
         raise UnreadableInput(
             f"holds no run id: {text[:40]!r}", place=str(path), hint=f"See: cat {str(path)!r}"
         )
@@ -55,7 +60,7 @@ def bind_checkpoint(
         UnreadableInput: there is a binding already, which cannot be read.
     """
     path = Path(folder) / file_name
-    if not _RUN_ID.fullmatch(run_id):
+    if not is_run_id(run_id):
         raise UsageError(f"{run_id!r} is no run id", hint="W&B's are letters, digits, - and _")
     if Path(file_name).name != file_name:
         raise UsageError(f"{file_name!r} is no file name")

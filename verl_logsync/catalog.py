@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from verl_logsync.attach import adopted, attach
+from verl_logsync.binding import is_run_id
 from verl_logsync.discover import Found
 from verl_logsync.fingerprint import Essentials, digest, disagreements
 from verl_logsync.model import (
@@ -113,10 +114,11 @@ def _begins(run: RunSources) -> bool:
 
 def catalog(found: Found, grouping: Grouping) -> Catalog:
     """Group everything found into runs."""
-    history, copies = _without_copies([f for f in found.files if f.role == "history"])
+    files, odd_ids = _with_usable_ids(found.files)
+    history, copies = _without_copies([f for f in files if f.role == "history"])
     history, fragments = _without_own_fragments(history)
-    configs = [f for f in found.files if f.role == "config"]
-    belongings = [f for f in found.files if f.role in ("rollouts", "checkpoint")]
+    configs = [f for f in files if f.role == "config"]
+    belongings = [f for f in files if f.role in ("rollouts", "checkpoint")]
     history = adopted(history, configs)
     given, rest = _split_given(history, grouping)
     chains = list(given)
@@ -139,8 +141,21 @@ def catalog(found: Found, grouping: Grouping) -> Catalog:
         for name, pattern in grouping.mapping
         if not any(matches(file.path, pattern) for file in (*history, *belongings))
     ]
-    skips = (*found.skips, *copies, *fragments, *ownerless, *lonely, *unmatched)
+    skips = (*found.skips, *odd_ids, *copies, *fragments, *ownerless, *lonely, *unmatched)
     return Catalog(tuple(runs), tuple(sorted(skips, key=lambda skip: skip.place)))
+
+
+def _with_usable_ids(files: Iterable[LogFile]) -> tuple[list[LogFile], list[Skip]]:
+    """Forget recorded run ids that W&B would not take; they become parts of paths too."""
+    usable: list[LogFile] = []
+    skips: list[Skip] = []
+    for file in files:
+        if file.facts.run_id and not is_run_id(file.facts.run_id):
+            detail = f"its run id {file.facts.run_id[:40]!r} is none; another one is derived"
+            skips.append(Skip(SkipReason.MALFORMED, file.place, detail))
+            file = replace(file, facts=replace(file.facts, run_id=""))  # noqa: PLW2901
+        usable.append(file)
+    return usable, skips
 
 
 # -- copies --------------------------------------------------------------------------------
