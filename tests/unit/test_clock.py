@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import verl_logsync
-from verl_logsync import api
+from verl_logsync import StepLogger, api
 from verl_logsync.settings import load_settings
 from verl_logsync.testing.builders import write_verl_log
 from verl_logsync.verl_keys import beside_step_time
@@ -97,18 +97,16 @@ def test_h4_without_any_duration(log, tmp_path):
 
 
 def test_a_clock_that_is_wrong_by_a_constant_is_set(tmp_path):
-    """Two stamped consoles of one start whose machines disagree by an hour: corrected, and said."""
+    """The stamps of a console whose machine's clock disagrees with the step log: corrected, said."""
     write_verl_log(tmp_path / "grpo/exp.jsonl", rows(0, 30))
     (tmp_path / "grpo/exp.log").write_text(stamped(0, 30, START))
-    from verl_logsync import StepLogger
-
     folder = tmp_path / "steps"
     with StepLogger("grpo", "exp", directory=folder, rank=0, world_size=1) as logger:
-        for step in range(31):
+        for step in range(29):
             logger.log(data(step), step)
     result, frame = loaded(tmp_path)
-    # The step log knows its own runtime; the console is set by it, not the other way round.
-    assert time.time() - frame["_timestamp"].max() < 60
+    # The step log recorded its times: the console is set by it, although that has more rows.
+    assert time.time() - frame["_timestamp"][0] < 60
     (note,) = [n for n in result.account.notes if "differs by" in n]
     assert "exp.log" in note
 
