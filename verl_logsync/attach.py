@@ -35,6 +35,26 @@ def adopted(files: Sequence[LogFile], configs: Sequence[LogFile]) -> list[LogFil
     ]
 
 
+def unclear(run: RunSources, runs: Sequence[RunSources]) -> str:
+    """What to say of a log that names no experiment and may be of several that lie near."""
+    logs = [file for attempt in run.attempts for file in attempt.files]
+    if any(file.facts.name or file.facts.run_id for file in logs):
+        return ""
+    others = [
+        other for other in runs if other is not run and any(f.facts.name for f in other.files)
+    ]
+    pairs = [(other.name, file) for other in others for file in other.files]
+    nearest = _nearest(logs[0].path, pairs, lambda pair: pair[1].path)
+    names = sorted({name for name, file in nearest if _may_be_one(logs[0], file)})
+    if not names:
+        return ""
+    flag = quoted(f"{names[0]}={logs[0].place}")
+    return (
+        f"names no experiment; if it is a log of {' or '.join(names[:5])}, say so: "
+        f"--run {flag}, with the files of that run in the same way"
+    )
+
+
 def _adopt(file: LogFile, named: Sequence[LogFile]) -> LogFile:
     nearest = _nearest(file.path, named, lambda other: other.path)
     names = {(other.facts.project, other.facts.name) for other in nearest}

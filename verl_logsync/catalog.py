@@ -17,7 +17,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Final, Literal
 
-from verl_logsync.attach import adopted, attach
+from verl_logsync.attach import adopted, attach, unclear
 from verl_logsync.binding import is_run_id
 from verl_logsync.discover import Found
 from verl_logsync.fingerprint import Essentials, digest, disagreements
@@ -129,6 +129,7 @@ def catalog(found: Found, grouping: Grouping) -> Catalog:
     )
     runs = told_apart(runs)
     runs = _with_hints(_explained(runs, grouping.merge))
+    runs = [_noted(run, note) if (note := unclear(run, runs)) else run for run in runs]
     used = {config.place for run in runs for config in run.configs}
     lonely = [_config_only(config) for config in configs if config.place not in used]
     unmatched = [
@@ -683,6 +684,8 @@ def bind(run: RunSources, known: Iterable[Binding]) -> RunSources:
     candidates = [
         b for b in known if b.names_key == run.names_key and b.target.project == run.target.project
     ]
+    if run.id_from == "checkpoint":  # somebody said which run it is
+        candidates = [b for b in candidates if b.target.run_id == run.target.run_id]
     same = [b for b in candidates if _same_start(run, b)]
     first = run.first_step
     if not same and run.id_from == "derived" and first is not None and not _begins(run):

@@ -57,8 +57,7 @@ def test_tensorboard_folder(outputs, upload, one_run):
     shutil.copytree(FIXTURES / "tensorboard/restarted/tensorboard_log", outputs / "tensorboard_log")
     assert upload.here(outputs, final=True, verify="full").code == 0
     run = one_run()
-    assert run.display_name == "qwen_small_grpo"
-    assert [r["_step"] for r in run.rows] == list(range(41))
+    assert [r["_step"] for r in run.rows] == list(range(26))
     times = [r["_timestamp"] for r in run.rows]
     assert times == sorted(times)
     assert sent_again(upload, outputs, final=True) == (0, 0)
@@ -120,6 +119,17 @@ def test_a_bound_checkpoint_says_which_run(outputs, checkpoints, upload, one_run
     (checkpoints / "wandb_run_id").write_text("myrun123\n")
     assert upload.here(outputs, final=True).code == 0
     assert one_run().id == "myrun123"
+
+
+def test_what_was_bound_by_hand_counts_more_than_memory(outputs, checkpoints, upload, server):
+    """A folder that somebody bound after the first upload says which run it is from then on."""
+    write_verl_log(outputs / "grpo/exp.jsonl", rows(0, 5))
+    assert upload.here(outputs, final=True).code == 0
+    (checkpoints / "wandb_run_id").write_text("myrun123\n")
+    for sent in (6, 0):
+        result = upload.here(outputs, final=True)
+        assert (result.code, result.rows_sent) == (0, sent)
+    assert "myrun123" in [run.id for run in server.runs]
 
 
 def test_a_resumed_job_on_another_machine_continues_its_run(

@@ -81,11 +81,12 @@ def test_a_console_takes_the_name_of_the_only_log_nearby(tmp_path):
 def test_a_console_between_two_runs_stays_alone(two):
     """Where two experiments are equally near, an unnamed console is a run of its own."""
     console(two / "train.log", 0, 9)
-    assert owners(found(two)) == {
-        "one": ["one.jsonl"],
-        "two": ["two.jsonl"],
-        "train": ["train.log"],
-    }
+    catalog = found(two)
+    assert owners(catalog) == {"one": ["one.jsonl"], "two": ["two.jsonl"], "train": ["train.log"]}
+    (train,) = [run for run in catalog.runs if run.name == "train"]
+    (note,) = train.notes
+    assert "one or two" in note
+    assert f"--run one={two / 'train.log'}" in note
     mine = [("one", str(two / "grpo/one.jsonl")), ("one", str(two / "train.log"))]
     said = owners(found(two, runs=mine))
     assert said == {"one": ["one.jsonl", "train.log"], "two": ["two.jsonl"]}
