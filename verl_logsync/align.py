@@ -30,6 +30,8 @@ CONFLICTS_KEPT: Final = 20
 _ROUNDED: Final = 100
 #: Runs start at step 0 (validation before training) or 1; what starts later was resumed.
 _LATEST_START: Final = 1
+#: So many stretches of steps are written out.
+_SPANS: Final = 5
 #: Relative difference up to which two prints of one number are the same.
 ROUNDING: Final = 1e-6
 
@@ -156,16 +158,33 @@ def _refuse_restart(rows: _Rows, attempts: Sequence[AttemptReading]) -> None:
     for session in range(len(attempts)):
         trained = rows.steps[(rows.sessions == session) & rows.training]
         if len(trained) and trained.min() <= _LATEST_START < reached:
-            place = attempts[session].readings[0][0].place
+            place, hint = _choices(attempts, session, reached)
             raise RestartRefused(
                 f"starts again at step {trained.min()} although an earlier attempt of this run "
                 f"reached step {reached}",
                 place=place,
-                hint=f"If it continues: --offset {quoted(f'{place}={reached}')}; if it replaces "
-                "what was before: --on-restart replace; if it is another run: --no-merge, or "
-                "--run NAME=GLOB",
+                hint=hint,
             )
         reached = max(reached, int(trained.max()) if len(trained) else 0)
+
+
+def _choices(attempts: Sequence[AttemptReading], session: int, reached: int) -> tuple[str, str]:
+    """Where an attempt begins at the beginning, and what a user may say about it."""
+    places = [file.place for file, _ in attempts[session].readings]
+    before = {file.place for attempt in attempts[:session] for file, _ in attempt.readings}
+    halves = [place for place in places if place in before]
+    if not halves:
+        offsets = " ".join(f"--offset {quoted(f'{place}={reached}')}" for place in places)
+        return places[0], (
+            f"If it continues: {offsets}; if it replaces what was before: --on-restart replace; "
+            "if it is another run: --no-merge, or --run NAME=GLOB"
+        )
+    # An offset, and a run's name, count for a whole file.
+    return halves[0], (
+        "If it replaces what was before: --on-restart replace; if it continues, cut the file in "
+        f"two there and give the second one an --offset of {reached}; if it is another run, cut "
+        "it too and name that: --run NAME=GLOB"
+    )
 
 
 # -- superseding ---------------------------------------------------------------------------
@@ -212,7 +231,15 @@ def _refuse(rows: _Rows, superseded: _Bools) -> None:
 
 
 def _span(steps: _Ints) -> str:
-    return f"{steps[0]}" if len(steps) == 1 else f"{steps[0]}-{steps[-1]}"
+    """Ascending steps as stretches: `3-4, 9`. A stretch may leave out what no attempt logged."""
+    usual = int(np.median(np.diff(steps))) if len(steps) > 1 else 1
+    starts = np.flatnonzero(np.diff(steps, prepend=steps[0] - usual - 1) > usual)
+    ends = np.append(starts[1:], len(steps)) - 1
+    texts = [
+        f"{steps[a]}" if a == b else f"{steps[a]}-{steps[b]}"
+        for a, b in zip(starts, ends, strict=True)
+    ]
+    return ", ".join(texts[:_SPANS]) + (", ..." if len(texts) > _SPANS else "")
 
 
 # -- merging -------------------------------------------------------------------------------
@@ -399,7 +426,9 @@ def _notes(rows: _Rows, superseded: _Bools, history: History) -> list[str]:
     if superseded.any():
         steps = np.unique(rows.steps[superseded])
         count = int(superseded.sum())
-        notes.append(f"{count} rows superseded at steps {_span(steps)}")
+        what = "1 row" if count == 1 else f"{count} rows"
+        where = "step" if len(steps) == 1 else "steps"
+        notes.append(f"{what} superseded at {where} {_span(steps)}")
         tail = steps[steps > (history.last_step if history.last_step is not None else -1)]
         if len(tail):
             notes.append(

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
+from verl_logsync.binding import checkpoint_root
 from verl_logsync.errors import quoted
 from verl_logsync.fingerprint import CHECKPOINT_FOLDER, DUMP_FOLDERS
 from verl_logsync.model import LogFile, RunSources, Skip, SkipReason
@@ -32,6 +33,26 @@ def adopted(files: Sequence[LogFile], configs: Sequence[LogFile]) -> list[LogFil
         _adopt(file, named) if not (file.facts.name or file.facts.run_id) else file
         for file in files
     ]
+
+
+def unclear(run: RunSources, runs: Sequence[RunSources]) -> str:
+    """What to say of a log that names no experiment and may be of several that lie near."""
+    logs = [file for attempt in run.attempts for file in attempt.files]
+    if any(file.facts.name or file.facts.run_id for file in logs):
+        return ""
+    others = [
+        other for other in runs if other is not run and any(f.facts.name for f in other.files)
+    ]
+    pairs = [(other.name, file) for other in others for file in other.files]
+    nearest = _nearest(logs[0].path, pairs, lambda pair: pair[1].path)
+    names = sorted({name for name, file in nearest if _may_be_one(logs[0], file)})
+    if not names:
+        return ""
+    flag = quoted(f"{names[0]}={logs[0].place}")
+    return (
+        f"names no experiment; if it is a log of {' or '.join(names[:5])}, say so: "
+        f"--run {flag}, with the files of that run in the same way"
+    )
 
 
 def _adopt(file: LogFile, named: Sequence[LogFile]) -> LogFile:
@@ -115,9 +136,11 @@ def _owners(
 
 
 def _is_configured(run: RunSources, file: LogFile) -> bool:
-    keys = DUMP_FOLDERS if file.role == "rollouts" else (CHECKPOINT_FOLDER,)
+    is_dump = file.role == "rollouts"
+    keys = DUMP_FOLDERS if is_dump else (CHECKPOINT_FOLDER,)
     folders = [f.facts.dirs[key] for f in run.files for key in keys if key in f.facts.dirs]
-    return any(_is_same_folder(folder, file.path) for folder in folders)
+    place = file.path if is_dump else checkpoint_root(file.path)
+    return any(_is_same_folder(folder, place) for folder in folders)
 
 
 def _is_same_folder(configured: str, path: Path) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from verl_logsync.errors import UnreadableInput, UsageError
+from verl_logsync.regular import read_start
 
 #: Its usual name.
 BINDING_FILE: Final = "wandb_run_id"
@@ -20,6 +21,11 @@ BINDING_FILE: Final = "wandb_run_id"
 # What W&B takes as a run id.
 _RUN_ID: Final = re.compile(r"[^/\\#?%:.\s\x00-\x1f][^/\\#?%:\s\x00-\x1f]{0,127}")
 _LARGEST: Final = 4096
+
+
+def is_run_id(text: str) -> bool:
+    """Whether W&B takes a text as a run id."""
+    return _RUN_ID.fullmatch(text) is not None
 
 
 def read_binding(folder: str | os.PathLike[str], file_name: str = BINDING_FILE) -> str:
@@ -30,15 +36,14 @@ def read_binding(folder: str | os.PathLike[str], file_name: str = BINDING_FILE) 
     """
     path = Path(folder) / file_name
     try:
-        with path.open("rb") as stream:
-            text = stream.read(_LARGEST).decode(errors="replace").strip()
+        text = read_start(path, _LARGEST).decode(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
         return ""
     except OSError as error:
         raise UnreadableInput(
             f"cannot be read: {error.strerror}", place=str(path), hint=f"See: ls -l {str(path)!r}"
         ) from error
-    if not _RUN_ID.fullmatch(text):
+    if not is_run_id(text):
         raise UnreadableInput(
             f"holds no run id: {text[:40]!r}", place=str(path), hint=f"See: cat {str(path)!r}"
         )
@@ -55,7 +60,7 @@ def bind_checkpoint(
         UnreadableInput: there is a binding already, which cannot be read.
     """
     path = Path(folder) / file_name
-    if not _RUN_ID.fullmatch(run_id):
+    if not is_run_id(run_id):
         raise UsageError(f"{run_id!r} is no run id", hint="W&B's are letters, digits, - and _")
     if Path(file_name).name != file_name:
         raise UsageError(f"{file_name!r} is no file name")

@@ -17,7 +17,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Final, Literal
 
-from verl_logsync.attach import adopted, attach
+from verl_logsync.attach import adopted, attach, unclear
+from verl_logsync.binding import is_run_id
 from verl_logsync.discover import Found
 from verl_logsync.fingerprint import Essentials, digest, disagreements
 from verl_logsync.model import (
@@ -35,7 +36,10 @@ from verl_logsync.model import (
 
 #: Runs start at step 0 (validation before training) or 1; what starts later was resumed.
 _LATEST_START: Final = 1
-_ROTATED: Final = re.compile(r"\.jsonl\.(\d+)$")
+# EXP.jsonl.2 is older than EXP.jsonl.1, EXP.attempt1.jsonl and EXP.20250405_142311.jsonl than later
+# ones, and all of them than EXP.jsonl.
+_ROTATED: Final = re.compile(r"\.(?:jsonl|log|out|txt)\.(\d{1,6})(?:\.\w+)?$")
+_COPY: Final = re.compile(r"[._-]attempt[_-]?(\d{1,6})\b|\.(\d{8}[_-]?\d{6})\b")
 _PACKED: Final = re.compile(r"\.(gz|zst)$")
 #: W&B's own name for runs without a project.
 NO_PROJECT: Final = "uncategorized"
@@ -111,10 +115,11 @@ def _begins(run: RunSources) -> bool:
 
 def catalog(found: Found, grouping: Grouping) -> Catalog:
     """Group everything found into runs."""
-    history, copies = _without_copies([f for f in found.files if f.role == "history"])
+    files, odd_ids = _with_usable_ids(found.files)
+    history, copies = _without_copies([f for f in files if f.role == "history"])
     history, fragments = _without_own_fragments(history)
-    configs = [f for f in found.files if f.role == "config"]
-    belongings = [f for f in found.files if f.role in ("rollouts", "checkpoint")]
+    configs = [f for f in files if f.role == "config"]
+    belongings = [f for f in files if f.role in ("rollouts", "checkpoint")]
     history = adopted(history, configs)
     given, rest = _split_given(history, grouping)
     chains = list(given)
@@ -124,7 +129,8 @@ def catalog(found: Found, grouping: Grouping) -> Catalog:
         [_run(chain, configs, grouping) for chain in chains], belongings, grouping.mapping, matches
     )
     runs = told_apart(runs)
-    runs = _with_hints(_explained(runs))
+    runs = _with_hints(_explained(runs, grouping.merge))
+    runs = [_noted(run, note) if (note := unclear(run, runs)) else run for run in runs]
     used = {config.place for run in runs for config in run.configs}
     lonely = [_config_only(config) for config in configs if config.place not in used]
     unmatched = [
@@ -137,8 +143,21 @@ def catalog(found: Found, grouping: Grouping) -> Catalog:
         for name, pattern in grouping.mapping
         if not any(matches(file.path, pattern) for file in (*history, *belongings))
     ]
-    skips = (*found.skips, *copies, *fragments, *ownerless, *lonely, *unmatched)
+    skips = (*found.skips, *odd_ids, *copies, *fragments, *ownerless, *lonely, *unmatched)
     return Catalog(tuple(runs), tuple(sorted(skips, key=lambda skip: skip.place)))
+
+
+def _with_usable_ids(files: Iterable[LogFile]) -> tuple[list[LogFile], list[Skip]]:
+    """Forget recorded run ids that W&B would not take; they become parts of paths too."""
+    usable: list[LogFile] = []
+    skips: list[Skip] = []
+    for file in files:
+        if file.facts.run_id and not is_run_id(file.facts.run_id):
+            detail = f"its run id {file.facts.run_id[:40]!r} is none; another one is derived"
+            skips.append(Skip(SkipReason.MALFORMED, file.place, detail))
+            file = replace(file, facts=replace(file.facts, run_id=""))  # noqa: PLW2901
+        usable.append(file)
+    return usable, skips
 
 
 # -- copies --------------------------------------------------------------------------------
@@ -201,6 +220,8 @@ def _without_captures(files: Sequence[LogFile]) -> tuple[list[LogFile], list[Ski
 def _is_captured(file: LogFile, other: LogFile) -> bool:
     """Whether the records of a file may all be in another one, which has the same first ones."""
     ours, theirs = file.facts, other.facts
+    if ours.name and theirs.name and (ours.project, ours.name) != (theirs.project, theirs.name):
+        return False
     return ours.last_step != theirs.last_step or ours.tail_digest == theirs.tail_digest
 
 
@@ -428,10 +449,12 @@ def _start_order(file: LogFile) -> tuple[float, int, float, str]:
     return started, first, file.stamp.mtime, file.place
 
 
-def _content_order(file: LogFile) -> tuple[int, bool, float, str]:
+def _content_order(file: LogFile) -> tuple[int, bool, tuple[int, int], float, str]:
     facts = file.facts
     first = facts.first_step if facts.first_step is not None else 0
-    return first, first > 1 and facts.opens_with_validation, file.stamp.mtime, file.place
+    resumed = first > 1 and facts.opens_with_validation
+    # Copying a file may change its modification time, and hardly ever its name.
+    return first, resumed, _age(file), file.stamp.mtime, file.place
 
 
 def _attempts(files: Sequence[LogFile]) -> tuple[Attempt, ...]:
@@ -472,10 +495,13 @@ def _join_attempt(groups: list[list[LogFile]], file: LogFile) -> None:
     groups.insert(later[0] if later else len(groups), [file])
 
 
-def _rotation(file: LogFile) -> int:
-    """What a name says of its file's age: EXP.jsonl.2 is older than .1, and that than EXP.jsonl."""
-    rotated = _ROTATED.search(file.path.name)
-    return -int(rotated[1]) if rotated else 0
+def _age(file: LogFile) -> tuple[int, int]:
+    """What a name says of its file's age: lower is older."""
+    if rotated := _ROTATED.search(file.path.name):
+        return 0, -int(rotated[1])
+    if copy := _COPY.search(file.path.name):
+        return 0, int(re.sub(r"\D", "", copy[1] or copy[2]))
+    return 1, 0
 
 
 def _attempt(group: Sequence[LogFile], groups: Sequence[Sequence[LogFile]]) -> Attempt:
@@ -489,9 +515,9 @@ def _attempt(group: Sequence[LogFile], groups: Sequence[Sequence[LogFile]]) -> A
 
 
 def _names_disagree(groups: Sequence[Sequence[LogFile]]) -> bool:
-    """Whether rotated names (.1, .2) tell another order of the attempts than their content."""
-    ages = [_rotation(g[0]) for g in groups if g[0].source == "verl_file"]
-    return any(age < 0 for age in ages) and ages != sorted(ages)
+    """Whether the names of kept copies tell another order of the attempts than their content."""
+    ages = [_age(g[0]) for g in groups if g[0].source == "verl_file"]
+    return any(age < (1, 0) for age in ages) and ages != sorted(ages)
 
 
 # -- runs ----------------------------------------------------------------------------------
@@ -556,7 +582,7 @@ def told_apart(runs: Sequence[RunSources]) -> list[RunSources]:
     return [apart[index] for index in range(len(runs))]
 
 
-def _explained(runs: Sequence[RunSources]) -> list[RunSources]:
+def _explained(runs: Sequence[RunSources], merge: Merge) -> list[RunSources]:
     """Say it aloud when several runs have the same project and name."""
     alike: dict[tuple[str, str], list[RunSources]] = {}
     for run in runs:
@@ -564,21 +590,33 @@ def _explained(runs: Sequence[RunSources]) -> list[RunSources]:
     told = []
     for run in runs:
         others = [o for o in alike[run.target.project, run.name] if o is not run]
-        told.append(_noted(run, _why_apart(run, others)) if others else run)
+        told.append(_noted(run, _why_apart(run, others, merge)) if others else run)
     return told
 
 
-def _why_apart(run: RunSources, others: Sequence[RunSources]) -> str:
+def _why_apart(run: RunSources, others: Sequence[RunSources], merge: Merge) -> str:
     ids = ", ".join(sorted(other.target.run_id for other in others))
     keys = sorted({key for o in others for key in disagreements(_config_of(run), _config_of(o))})
     if keys:
         more = ", ..." if len(keys) > 5 else ""
         why = f"the configs differ in {', '.join(keys[:5])}{more} (--merge makes them one run)"
     elif _begins(run) and any(map(_begins, others)):
-        why = "both start at the beginning"
+        why = (
+            "both start at the beginning (if one goes on with the other: --offset GLOB=STEPS; if "
+            "it replaces it: --merge --on-restart replace)"
+        )
+    elif merge == "never" and any(_meet(run, other) for other in others):
+        why = "--no-merge keeps them apart"
     else:
-        why = "steps are missing between them (to merge them all the same: --run NAME=GLOB)"
+        why = "steps are missing between them (--merge makes them one run all the same)"
     return f"has the same project and name as run {ids}, but is another run: {why}"
+
+
+def _meet(run: RunSources, other: RunSources) -> bool:
+    """Whether one of the two begins inside or at the end of the other."""
+    earlier, later = sorted((run, other), key=lambda r: r.first_step or 0)
+    reached = max((attempt.last_step or 0 for attempt in earlier.attempts), default=0)
+    return (later.first_step or 0) <= reached + 1
 
 
 def _config_of(run: RunSources) -> Essentials:
@@ -647,6 +685,8 @@ def bind(run: RunSources, known: Iterable[Binding]) -> RunSources:
     candidates = [
         b for b in known if b.names_key == run.names_key and b.target.project == run.target.project
     ]
+    if run.id_from == "checkpoint":  # somebody said which run it is
+        candidates = [b for b in candidates if b.target.run_id == run.target.run_id]
     same = [b for b in candidates if _same_start(run, b)]
     first = run.first_step
     if not same and run.id_from == "derived" and first is not None and not _begins(run):

@@ -27,6 +27,8 @@ from verl_logsync.verl_keys import STEP_SECONDS, beside_step_time
 LONGEST_STEP: Final = 30 * 86400.0
 #: Clocks that differ by less than this, in seconds, are the same: a line is written late.
 SKEW: Final = 2.0
+#: Sources that record when a step was logged; others when its line was printed or written.
+_TRUE_CLOCKS: Final = frozenset({"offline_run", "step_log"})
 
 _Floats = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -188,14 +190,19 @@ def _timed_steps(recorded: Sequence[pa.Table]) -> set[int]:
 def _without_skew(
     readings: Sequence[tuple[LogFile, Reading]],
 ) -> list[tuple[LogFile, Reading]]:
-    """Recorded clocks of one attempt, set by the one that has most rows.
+    """Recorded clocks of one attempt, set by the one that is recorded best, or has most rows.
 
     Containers and nodes have clocks of their own; a constant difference is corrected and said.
     """
-    clocks = [r for _, r in readings if TIMESTAMP in r.rows.schema.names and r.rows.num_rows]
-    if len(clocks) < 2:
+    timed = [
+        (file.source in _TRUE_CLOCKS, reading.rows.num_rows, number)
+        for number, (file, reading) in enumerate(readings)
+        if TIMESTAMP in reading.rows.schema.names and reading.rows.num_rows
+    ]
+    if len(timed) < 2:
         return list(readings)
-    leader = max(clocks, key=lambda r: (RUNTIME in r.rows.schema.names, r.rows.num_rows))
+    clocks = [readings[number][1] for *_, number in timed]
+    leader = readings[max(timed)[-1]][1]
     return [
         (file, _set_by(leader, reading, file))
         if any(reading is other for other in clocks) and reading is not leader
@@ -234,7 +241,7 @@ def _known_end(attempt: AttemptReading, pins: Mapping[str, float]) -> float:
             continue
         pin = pins.get(file.facts.head_digest)
         if TIMESTAMP in reading.rows.schema.names:
-            end = max(end, float(np.nanmax(as_numbers(reading.rows.column(TIMESTAMP)))))
+            end = max(end, _latest(reading.rows, TIMESTAMP))
         elif pin is not None and (seconds := _step_seconds(reading.rows)) is not None:
             end = max(end, pin + float(seconds.sum()))
     return end
@@ -286,11 +293,22 @@ def _with(rows: pa.Table, name: str, values: _Floats) -> pa.Table:
 def _start_of(attempt: AttemptReading) -> float | None:
     starts = [r.started_at for _, r in attempt.readings if r.started_at is not None]
     firsts = [
-        float(np.nanmin(as_numbers(r.rows.column(TIMESTAMP))))
+        float(times.min())
         for _, r in attempt.readings
-        if TIMESTAMP in r.rows.schema.names and r.rows.num_rows
+        if TIMESTAMP in r.rows.schema.names and len(times := _finite(r.rows, TIMESTAMP))
     ]
     return min(starts or firsts, default=None)
+
+
+def _finite(rows: pa.Table, name: str) -> _Floats:
+    """A column's numbers; none in a reading whose steps all have their times elsewhere."""
+    values = as_numbers(rows.column(name))
+    finite: _Floats = values[np.isfinite(values)]
+    return finite
+
+
+def _latest(rows: pa.Table, name: str) -> float:
+    return float(_finite(rows, name).max(initial=-math.inf))
 
 
 def _shifted(attempt: AttemptReading, active: float) -> AttemptReading:
@@ -314,9 +332,9 @@ def _active_seconds(attempt: AttemptReading) -> float:
     for _, reading in attempt.readings:
         rows = reading.rows
         if RUNTIME in rows.schema.names and rows.num_rows:
-            longest = max(longest, float(np.nanmax(as_numbers(rows.column(RUNTIME)))))
+            longest = max(longest, _latest(rows, RUNTIME))
         elif TIMESTAMP in rows.schema.names and rows.num_rows and start is not None:
-            longest = max(longest, float(np.nanmax(as_numbers(rows.column(TIMESTAMP)))) - start)
+            longest = max(longest, _latest(rows, TIMESTAMP) - start)
         if reading.ended_at is not None and start is not None:
             longest = max(longest, reading.ended_at - start)
     return longest

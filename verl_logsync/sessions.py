@@ -18,7 +18,7 @@ import pyarrow as pa
 from verl_logsync.columns import STEP, as_numbers
 from verl_logsync.model import Attempt, AttemptReading, LogFile, PassThrough, Reading, Restart
 from verl_logsync.ranks import RankRules, merge_ranks
-from verl_logsync.verl_keys import training_keys, training_rows
+from verl_logsync.verl_keys import COUNTERS, training_keys, training_rows
 
 #: Recorded starts of the ranks of one attempt lie closer together than this, in seconds.
 _SAME_START: Final = 900.0
@@ -66,7 +66,8 @@ def sort_out(
         for number, attempt in enumerate(attempts)
         for file, reading in attempt.readings
     ]
-    if all(len(pieces) == 1 and pieces[0].file.facts.rank is None for _, pieces in files):
+    plain = all(len(pieces) == 1 and pieces[0].file.facts.rank is None for _, pieces in files)
+    if plain and (len(attempts) < 2 or len({p.log for _, pieces in files for p in pieces}) < 2):
         return tuple(attempts)
     groups: list[list[_Piece]] = []
     for number in range(len(attempts)):
@@ -184,7 +185,11 @@ def _put(groups: list[list[_Piece]], piece: _Piece, after: int) -> int:
     Args:
         after: the attempt of the file's piece before: this one is of a later start.
     """
-    fitting = [i for i in range(after + 1, len(groups)) if _fits(groups[i], piece)]
+    later = range(after + 1, len(groups))
+    # Values are the best evidence: what the catalog says goes by first steps only.
+    fitting = [i for i in later if _states_the_same(groups[i], piece)] or [
+        i for i in later if _fits(groups[i], piece)
+    ]
     if fitting:
         index = min(fitting, key=lambda i: _apart(groups[i], piece))
         groups[index].append(piece)
@@ -192,6 +197,16 @@ def _put(groups: list[list[_Piece]], piece: _Piece, after: int) -> int:
     index = _place(groups, piece, after)
     groups.insert(index, [piece])
     return index
+
+
+def _states_the_same(group: Sequence[_Piece], piece: _Piece) -> bool:
+    """Whether a log of another format in an attempt has the values of a piece."""
+    return any(
+        other.file.source != piece.file.source
+        and (not (other.attempt_id and piece.attempt_id) or other.attempt_id == piece.attempt_id)
+        and _agree(other.reading, piece.reading) is True
+        for other in group
+    )
 
 
 def _fits(group: Sequence[_Piece], piece: _Piece) -> bool:
@@ -271,6 +286,7 @@ def _shared_numbers(one: pa.Table, other: pa.Table) -> list[str]:
         name
         for name in training_keys(one)
         if name in names
+        and name not in COUNTERS  # the same at every start
         and not pa.types.is_string(one.column(name).type)
         and not pa.types.is_string(other.column(name).type)
     ]

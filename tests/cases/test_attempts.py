@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
+import shutil
+from pathlib import Path
 
 import pytest
 
 import verl_logsync
-from verl_logsync.errors import OverlapRefused
-from verl_logsync.testing.builders import write_verl_log
+from verl_logsync.errors import OverlapRefused, RestartRefused
+from verl_logsync.testing.builders import OfflineRun, make_offline_runs, write_verl_log
 
 # (first attempt, second attempt, the step from which rows are the second's)
 LENGTHS = [("first_0_29", "second_20_49", 20), ("first_0_39", "second_30_49", 30)]
@@ -171,3 +174,225 @@ def test_a14_validation_before_training_on_resume(policy, accuracy, outputs, age
     rows = one_run().rows
     assert [r["_step"] for r in rows] == list(range(1, 23))
     assert (rows[19]["actor/loss"], rows[19]["val-core/x"]) == (1, accuracy)
+
+
+# -- A7, A8: what the user decides -----------------------------------------------------------
+
+
+def config(rollouts: int) -> dict:
+    return {"actor_rollout_ref": {"rollout": {"n": rollouts}, "actor": {"optim": {"lr": 1e-6}}}}
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory) -> Path:
+    """A7's offline runs, with equal configs and with one that differs."""
+    folder = tmp_path_factory.mktemp("a7")
+    parts = [(range(41), "part0001"), (range(30, 71), "part0002"), (range(60, 101), "part0003")]
+    make_offline_runs(
+        [
+            OfflineRun(
+                folder / case / str(number),
+                run_id,
+                steps,
+                number + 1,
+                start=1.75e9 + number * 86_400,
+                config=config(8 if case == "differ" and number == 1 else 5),
+            )
+            for case in ("agree", "differ")
+            for number, (steps, run_id) in enumerate(parts)
+        ]
+    )
+    return folder
+
+
+def test_a7_new_ids_at_each_restart(three, upload, one_run):
+    """A7: three offline runs with ids of their own, one name and one config are one run: the first."""
+    assert upload.here(three / "agree").code == 0
+    run = one_run()
+    assert run.id == "part0001"
+    assert [(r["_step"], r["attempt"]) for r in run.rows] == [
+        (s, 1 if s < 30 else 2 if s < 60 else 3) for s in range(101)
+    ]
+    upload.from_another_machine()
+    assert upload.here(three / "agree").rows_sent == 0
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_a7_in_any_order(three, order):
+    """A7: the same history in whatever order the folders are given."""
+    (run,) = verl_logsync.load([three / "agree" / str(number) for number in order])
+    assert run.history()["attempt"].tolist() == [1] * 30 + [2] * 30 + [3] * 41
+    assert run.account.superseded == 22
+    assert "22 rows superseded at steps 30-40, 60-70" in run.notes
+
+
+def test_a7_configs_differ(three):
+    """A7: where a config differs the runs stay apart, and the differing key is named, with the
+    option that joins them."""
+    runs = verl_logsync.load(three / "differ")
+    assert [run.run_id for run in runs] == ["part0001", "part0002", "part0003"]
+    for run in runs:
+        (note,) = [n for n in run.notes if "configs differ" in n]
+        assert "actor_rollout_ref.rollout.n" in note
+        assert "--merge" in note
+
+
+def test_a7_merge(three, upload, one_run):
+    """A7: --merge makes one run of starts whose configs differ."""
+    code, text = upload.text(three / "differ", "--merge")
+    assert code == 0, text
+    assert len(one_run().rows) == 101
+    assert one_run().rows[65]["attempt"] == 3
+
+
+def test_a7_no_merge(three, upload):
+    """A7: --no-merge keeps starts apart that would be one run, and says so."""
+    code, text = upload.text(three / "agree", "--no-merge", verb="scan")
+    assert code == 0, text
+    assert "3 runs" in text
+    assert text.count("--no-merge keeps them apart") == 3
+
+
+def starts_over(folder: Path) -> tuple[Path, Path]:
+    """A8's files, as kept copies of one experiment."""
+    first = write_verl_log(folder / "grpo/exp.jsonl.1", [row(s, attempt=1) for s in range(301)])
+    second = write_verl_log(folder / "grpo/exp.jsonl", [row(s, attempt=2) for s in range(121)])
+    return first, second
+
+
+def test_a8_offset(outputs, age, upload, one_run):
+    """A8: a log that counted from 0 again has its place with --offset: steps 0..420."""
+    _, second = starts_over(outputs)
+    age(outputs)
+    code, text = upload.text(outputs, "--offset", f"{second}=300")
+    assert code == 0, text
+    assert [(r["_step"], r["attempt"]) for r in one_run().rows] == [
+        (s, 1 if s < 300 else 2) for s in range(421)
+    ]
+    assert upload.here(outputs, offsets=((str(second), 300),)).rows_sent == 0
+
+
+def test_a8_is_refused_with_the_choices(outputs, age, upload, server):
+    """A8: in one run such a log is refused, exit not 0; each choice that is named works."""
+    _, second = starts_over(outputs)
+    age(outputs)
+    code, text = upload.text(outputs, "--merge")
+    assert code == 3
+    assert server.lines_received == 0
+    assert str(second) in text
+    assert f"--offset {second}=300" in text
+    assert "Traceback" not in text
+    for choice in ("--on-restart replace", "--no-merge", "--run"):
+        assert choice in text
+    merged = {"merge": "always"}
+    (run,) = verl_logsync.load(outputs, offsets=((str(second), 300),), **merged)
+    assert len(run.history()) == 421
+    (run,) = verl_logsync.load(outputs, on_restart="replace", **merged)
+    assert run.history()["attempt"].tolist() == [2] * 121
+    assert (run.account.superseded, run.account.balanced) == (301, True)
+    assert len(verl_logsync.load(outputs, merge="never")) == 2
+    assert len(verl_logsync.load(outputs, runs=(("other", str(second)),))) == 2
+
+
+def test_a8_two_runs_name_the_choices(outputs, age):
+    """A8: unasked, two starts from the beginning are two runs, each with a note what else they
+    may be."""
+    starts_over(outputs)
+    age(outputs)
+    runs = verl_logsync.load(outputs)
+    assert sorted(len(run.history()) for run in runs) == [121, 301]
+    for run in runs:
+        assert any("--offset" in n and "--merge --on-restart replace" in n for n in run.notes)
+
+
+def test_a8_in_one_file(outputs, age):
+    """A8: a file that holds both starts is refused too; an offset for all of it is not proposed."""
+    log = outputs / "train.log"
+    text = "".join(
+        f"step:{s} - actor/loss:{s + n} - attempt:{n}\n"
+        for n, last in ((1, 30), (2, 12))
+        for s in range(last + 1)
+    )
+    log.write_text(text)
+    age(outputs)
+    with pytest.raises(RestartRefused, match="starts again at step 0") as refused:
+        verl_logsync.load(outputs)
+    assert f"--offset {log}" not in str(refused.value.hint)
+    assert "cut the file" in refused.value.hint
+    (run,) = verl_logsync.load(outputs, on_restart="replace")
+    assert run.history()["attempt"].tolist() == [2] * 13
+
+
+def test_a8_patterns_of_offsets(outputs, age):
+    """A8: an offset's pattern may name a folder; files that it does not match stay as they are."""
+    write_verl_log(outputs / "a/grpo/exp.jsonl", [row(s) for s in range(11)])
+    write_verl_log(outputs / "b/grpo/exp.jsonl", [row(s) for s in range(1, 6)])
+    age(outputs)
+    (run,) = verl_logsync.load(outputs, offsets=((str(outputs / "b"), 10),))
+    assert run.history().index.tolist() == list(range(16))
+    assert run.account.superseded == 0
+
+
+def test_a9_part_of_the_run_again(outputs, age, upload, one_run):
+    """A9: after 0..100 a second attempt of 60..80 replaces these; what it did not reach is gone
+    from the server too, and said."""
+    first = write_verl_log(outputs / "grpo/exp.jsonl.1", [row(s, attempt=1) for s in range(101)])
+    age(outputs)
+    assert upload.here(outputs).code == 0
+    write_verl_log(outputs / "grpo/exp.jsonl", [row(s, attempt=2) for s in range(60, 81)])
+    age(outputs)
+    result = upload.here(outputs, keep_tail=True)
+    assert first.exists()
+    assert (result.code, result.rows_sent > 0) == (0, True)
+    assert [(r["_step"], r["attempt"]) for r in one_run().rows] == [
+        (s, 2 if 60 <= s <= 80 else 1) for s in range(101)
+    ]
+
+
+def test_a9_where_rows_cannot_be_replaced(outputs, age, upload, one_run):
+    """A9: with --on-rewrite keep the old rows stay, and the upload is not called complete."""
+    write_verl_log(outputs / "grpo/exp.jsonl.1", [row(s, attempt=1) for s in range(101)])
+    age(outputs)
+    upload.here(outputs)
+    write_verl_log(outputs / "grpo/exp.jsonl", [row(s, attempt=2) for s in range(60, 81)])
+    age(outputs)
+    result = upload.here(outputs, on_rewrite="keep")
+    assert result.code == 3
+    assert {r["attempt"] for r in one_run().rows} == {1}
+    assert any("60" in note for note in result.only["notes"]), result.only
+
+
+def test_a10_no_offset_unless_asked(offline_run, outputs, upload, one_run):
+    """A10: a resumed attempt keeps its own steps: nothing is added to them unasked."""
+    offline_run("first_0_29")
+    offline_run("second_allow_20_49")
+    assert upload.here(outputs).code == 0
+    assert all(r["training/global_step"] == r["_step"] for r in one_run().rows)
+    assert one_run().rows[-1]["_step"] == 49
+
+
+def test_v1_crash_and_resume(fixture_files, outputs, age):
+    """Verl case 1: 21..33 come from the second start, 0..20 from the first, and the validation at
+    20 erases none of step 20's training metrics."""
+    (outputs / "grpo").mkdir()
+    for source, name in (
+        ("session1_steps0-33", "exp.jsonl.1"),
+        ("session2_resumed_from_20", "exp.jsonl"),
+    ):
+        (path,) = (fixture_files / "verl_file").rglob(f"{source}.jsonl")
+        shutil.copy(path, outputs / "grpo" / name)
+    first, second = (
+        {r["step"]: r["data"] for r in map(json.loads, (outputs / "grpo" / n).open())}
+        for n in ("exp.jsonl.1", "exp.jsonl")
+    )
+    age(outputs)
+    (run,) = verl_logsync.load(outputs)
+    frame = run.history()
+    assert frame.index.tolist() == list(range(41))
+    assert run.account.superseded == 13
+    assert "13 rows superseded at steps 21-33" in run.notes
+    for step in range(1, 41):
+        data = first[step] if step <= 20 else second[step]
+        assert frame["actor/pg_loss"][step] == data["actor/pg_loss"]
+    validated = next(key for key in second[20] if key.startswith("val-core/"))
+    assert frame[validated][20] == second[20][validated]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 
 import pytest
 
@@ -148,3 +149,28 @@ def test_i8_nothing_is_written_beside_writable_sources(offline_run, outputs, age
     before = tree()
     assert upload.here(outputs).rows_sent == 37
     assert tree() == before
+
+
+def test_i14_without_key_and_network(outputs, age, upload, tmp_path):
+    """I14: with no key and no network what is there is listed, exported and copied all the same."""
+    write_verl_log(outputs / "grpo/exp.jsonl", [(s, {"actor/loss": s / 7}) for s in range(5)])
+    age(outputs)
+    nowhere = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": ""}
+    commands = {
+        "scan": [outputs],
+        "export": [outputs, "--to", "csv", tmp_path / "export"],
+        "snapshot": [outputs, "--into", tmp_path / "copies"],
+    }
+    for verb, arguments in commands.items():
+        process = subprocess.run(
+            upload.command(*arguments, verb=verb),
+            env=upload.env(**nowhere),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert process.returncode == 0, process.stderr
+    (table,) = (tmp_path / "export").rglob("*.csv")
+    assert len(table.read_text().splitlines()) == 6
+    (copy,) = (tmp_path / "copies").rglob("*.jsonl")
+    assert copy.read_bytes() == (outputs / "grpo/exp.jsonl").read_bytes()

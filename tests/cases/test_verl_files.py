@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 
 import pytest
 
+import verl_logsync
 from verl_logsync.testing.builders import write_verl_log
 
 
@@ -167,3 +169,78 @@ def test_c16_too_deep(outputs, age, upload):
     assert "deeper than" in text
     assert "Give this path itself" in text
     assert "2 rows" in upload.text(folder, "--dry-run")[1]
+
+
+def test_c1_snapshots_keep_what_was_truncated(outputs, age, upload, one_run, tmp_path):
+    """C1: with copies that `snapshot` took, a log that was never uploaded before its restart is
+    whole; the live log and its growing copy count once."""
+    log = outputs / "grpo" / "qwen.jsonl"
+    copies = tmp_path / "copies"
+    for first, last, attempt in ((0, 50, 1), (41, 45, 2), (41, 60, 2)):
+        write_verl_log(log, [row(s, attempt=attempt) for s in range(first, last + 1)])
+        assert upload.text(outputs, "--into", copies, verb="snapshot")[0] == 0
+    age(outputs)
+    age(copies)
+    assert upload.here(outputs, copies).code == 0
+    assert [(r["_step"], r["attempt"]) for r in one_run().rows] == [
+        (s, 1 if s < 41 else 2) for s in range(61)
+    ]
+    assert upload.here(outputs, copies).rows_sent == 0
+
+
+def test_c15_console_without_a_wandb_folder(outputs, age, upload, one_run, fixture_files):
+    """C15: console logs alone, without any wandb folder, are uploaded; what was looked at in vain
+    is printed."""
+    shutil.copy(fixture_files / "console/ray_0.7.1_nocolor/train.log", outputs / "train.log")
+    (outputs / "2026-01-01").mkdir()
+    (outputs / "2026-01-01" / "main_ppo.log").write_text("")
+    age(outputs)
+    code, text = upload.text(outputs)
+    assert code == 0, text
+    assert [r["_step"] for r in one_run().rows] == [0, 1, 2, 3, 4]
+    assert "main_ppo.log" in text
+
+
+def test_v5_jsonl_without_a_wandb_folder(outputs, age, upload, one_run, server):
+    """Verl case 5: a JSONL is uploaded without any wandb folder; the server holds as many rows as
+    the file has records, the last one too."""
+    log = write_verl_log(outputs / "grpo" / "qwen.jsonl", [row(s) for s in range(1, 41)])
+    age(outputs)
+    assert upload.here(log).code == 0
+    assert len(one_run().rows) == len(log.read_text().splitlines()) == 40
+    assert one_run().rows[-1]["_step"] == 40
+
+
+def test_v7_hydra_with_an_empty_log(outputs, age, upload):
+    """Verl case 7: of a Hydra folder with an empty main_ppo.log the config is taken, and it is said
+    that metrics are not in that file, and where they would be."""
+    (outputs / "run" / ".hydra").mkdir(parents=True)
+    (outputs / "run" / ".hydra" / "config.yaml").write_text(
+        "trainer: {project_name: grpo, experiment_name: qwen}\nactor: {lr: 1}\n"
+    )
+    (outputs / "run" / ".hydra" / "overrides.yaml").write_text("[]\n")
+    (outputs / "run" / "main_ppo.log").write_text("")
+    age(outputs)
+    _, text = upload.text(outputs, verb="scan")
+    assert "metrics are not in this file" in text
+    assert "EXPERIMENT.jsonl" in text
+    assert "config without metrics" in text
+    write_verl_log(outputs / "grpo" / "qwen.jsonl", [row(1)])
+    (run,) = verl_logsync.load(outputs)
+    assert run.config["actor"] == {"lr": 1}
+
+
+def test_v2_a_log_that_a_type_error_cut(outputs, age, fixture_files, upload):
+    """Verl case 2: of the 0.6 log whose last line is cut all whole lines are kept; the cut is
+    reported with its byte offset, and no step is invented."""
+    (path,) = (fixture_files / "verl_file").rglob("legacy_0.6*.jsonl")
+    log = outputs / "grpo" / "qwen.jsonl"
+    log.parent.mkdir()
+    shutil.copy(path, log)
+    age(outputs)
+    whole = log.read_bytes().rpartition(b"\n")[0].split(b"\n")
+    (run,) = verl_logsync.load(outputs)
+    assert run.history().index.tolist() == [json.loads(line)["step"] for line in whole]
+    (skip,) = run.account.skips
+    assert f"byte {sum(len(line) + 1 for line in whole)}" in skip.place
+    assert upload.text(outputs, verb="scan")[0] == 0

@@ -16,6 +16,7 @@ from verl_logsync.columns import STEP
 from verl_logsync.errors import LogsyncError, UnreadableInput
 from verl_logsync.interfaces import Candidate
 from verl_logsync.model import Facts, LogFile, Reading, Skip, SkipReason, Stamp
+from verl_logsync.regular import read_start
 
 __all__ = ["BINDING_FILE", "Checkpoint", "bind_checkpoint"]
 
@@ -102,7 +103,7 @@ class Checkpoint:
         """What is in the two small files but cannot be understood. Raises OSError."""
         skips: list[Skip] = []
         tracker = folder / TRACKER
-        if tracker.exists() and tracker.read_bytes().strip() and _tracked(tracker) is None:
+        if tracker.exists() and read_start(tracker, 64).strip() and _tracked(tracker) is None:
             hint = f"See: head -c 100 {str(tracker)!r}"
             skips.append(Skip(SkipReason.MALFORMED, str(tracker), "holds no step", hint))
         try:
@@ -138,8 +139,7 @@ def _step_of(name: str) -> int | None:
 def _tracked(tracker: Path) -> int | None:
     """The step in the tracker file; None when there is none."""
     try:
-        with tracker.open("rb") as stream:
-            text = stream.read(64).strip()
+        text = read_start(tracker, 64).strip()
     except OSError:
         return None
     return int(text) if re.fullmatch(rb"\d{1,15}", text) else None
@@ -169,10 +169,7 @@ def _notes(steps: list[int], latest: int | None) -> tuple[str, ...]:
     """What is there, and what does not fit together."""
     if not steps:
         return () if latest is None else (f"checkpoints are gone; the latest was of step {latest}",)
-    listed = ", ".join(map(str, steps))
-    if len(steps) > _LISTED:
-        first, last = (", ".join(map(str, part)) for part in (steps[:3], steps[-3:]))
-        listed = f"{first}, ..., {last} ({len(steps)} of them)"
+    listed = _listed(steps)
     word = "checkpoint at step" if len(steps) == 1 else "checkpoints at steps"
     if latest is None:
         return (f"{word} {listed}; none is marked as the latest",)
@@ -181,6 +178,13 @@ def _notes(steps: list[int], latest: int | None) -> tuple[str, ...]:
         notes.append(f"the latest checkpoint, of step {latest}, is not here")
     unfinished = [step for step in steps if step > latest]
     if unfinished:
-        words = ", ".join(map(str, unfinished))
+        words = _listed(unfinished)
         notes.append(f"not marked as whole, so a resume does not use it: step {words}")
     return tuple(notes)
+
+
+def _listed(steps: list[int]) -> str:
+    if len(steps) <= _LISTED:
+        return ", ".join(map(str, steps))
+    first, last = (", ".join(map(str, part)) for part in (steps[:3], steps[-3:]))
+    return f"{first}, ..., {last} ({len(steps)} of them)"

@@ -26,6 +26,7 @@ from verl_logsync.model import (
     Skip,
     SkipReason,
 )
+from verl_logsync.regular import read_start
 from verl_logsync.secrets_mask import mask_config, mask_words
 
 #: The config key of a run under which the overrides are kept.
@@ -93,7 +94,7 @@ def _without_secrets(path: Path) -> bytes | None:
     import yaml
 
     try:
-        data = path.read_bytes()
+        data = read_start(path, _LARGEST + 1)
         value = yaml.safe_load(data) if len(data) <= _LARGEST else None
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return None
@@ -134,7 +135,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
     hint = f"Look at it with: head {quoted(path)}"
     try:
-        text = path.read_bytes()[: _LARGEST + 1].decode("utf-8")
+        text = read_start(path, _LARGEST + 1).decode("utf-8")
         if len(text) > _LARGEST or _ALIAS.search(text):
             raise NotALog("is too large, or uses YAML aliases", place=str(path), hint=hint)
         config = OmegaConf.create(text)
@@ -157,7 +158,7 @@ def read_overrides(path: Path) -> list[str]:
     import yaml
 
     try:
-        words = yaml.safe_load(path.read_bytes()[:_LARGEST])
+        words = yaml.safe_load(read_start(path, _LARGEST))
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return []
     return [word for word in words if isinstance(word, str)] if isinstance(words, list) else []

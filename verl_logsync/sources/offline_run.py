@@ -34,6 +34,7 @@ from verl_logsync.model import (
     SkipReason,
     Stamp,
 )
+from verl_logsync.regular import read_start
 from verl_logsync.secrets_mask import mask_words
 from verl_logsync.transaction_log import (
     BLOCK_SIZE,
@@ -80,8 +81,7 @@ class OfflineRun:
             return None  # not a run folder; its files are looked at one by one
         try:
             stat = path.stat()
-            with path.open("rb") as stream:
-                head = stream.read(64)
+            head = read_start(path, 64)
         except OSError as error:
             return _unreadable(path, error)
         stamp = Stamp(stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_dev)

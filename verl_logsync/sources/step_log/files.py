@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from verl_logsync.jsonlines import parse_line
+from verl_logsync.jsonlines import LONGEST_LINE, parse_line
 from verl_logsync.sources.step_log.headers import Header, header_of
 from verl_logsync.steplog.layout import (
+    HEADER_START,
     METADATA_KEY,
     SCHEMA_KEY,
     STEP,
@@ -20,7 +21,8 @@ from verl_logsync.steplog.parquet_file import schema_digest
 from verl_logsync.verl_keys import is_validation_only
 
 _RECORD: Final = re.compile(rb'\{"step":(\d{1,18}),"time":')
-_HEAD_BYTES: Final = 2 << 20
+# The longest line that is read, and a first record behind it.
+_HEAD_BYTES: Final = LONGEST_LINE + (1 << 20)
 _TAIL_BYTES: Final = 1 << 20
 #: The first bytes of every Parquet file.
 PARQUET: Final = b"PAR1"
@@ -55,11 +57,11 @@ def glance(path: Path, head: bytes) -> Glance | Broken | None:
     if head.startswith(PARQUET):
         return _glance_parquet(path)
     headers, record = _opening(head)
-    if not headers and not record:
-        return None
-    if not record:  # a long config may fill the head
+    if not record and HEADER_START in head:  # a long config may fill the head, and more
         with path.open("rb") as stream:
             headers, record = _opening(stream.read(_HEAD_BYTES))
+    if not headers and not record:
+        return None
     tail = _tail(path).split(b"\n")[:-1]  # what follows the last line end may be cut
     later = [found for found in map(header_of, tail) if found]
     first = _step_of(record)
