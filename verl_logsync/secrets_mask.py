@@ -41,9 +41,7 @@ _ARGUMENT: Final = re.compile(
 # `+a.b.private_key=VALUE`, an override of Hydra: a whole word.
 _OVERRIDE: Final = re.compile(r"(?P<name>[+~]{0,2}[\w.@/-]{1,200}=)(?P<value>.+)", re.DOTALL)
 # `NAME: VALUE` and `NAME=VALUE` inside a text: JSON, a printed dict, a connection string.
-_NAMED: Final = re.compile(
-    r"(?<![\w.-])(?P<name>[\w.-]{1,200})\\?['\"]?\s{0,4}[=:]\s{0,4}"
-)
+_NAMED: Final = re.compile(r"(?<![\w.-])(?P<name>[\w.-]{1,200})\\?['\"]?\s{0,4}[=:]\s{0,4}")
 _VALUE: Final = re.compile(
     r"\\\"[^\"]*\"|\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|\[[^\]]*\]|[^\s'\"\[\]{},&;*]+"
 )
@@ -62,7 +60,7 @@ def mask_config(config: Mapping[str, Any], known: Collection[str] = ()) -> dict[
     masked: dict[str, Any] = _masked(config, secret=False)
     # The same secret may stand in a list of overrides, or be interpolated into an address.
     secrets = {*known, *secrets_in(config, masked)}
-    return _without(masked, secrets) if secrets else masked  # type: ignore[no-any-return]
+    return _without(masked, secrets) if secrets else masked
 
 
 def secrets_in(config: Any, masked: Any = None) -> frozenset[str]:
