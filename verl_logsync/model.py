@@ -679,6 +679,7 @@ _WORST_FIRST = (
     ExitCode.AUTH,
     ExitCode.UNREACHABLE,
     ExitCode.NOT_VERIFIED,
+    ExitCode.USAGE,
     ExitCode.PARTIAL,
 )
 
@@ -698,7 +699,8 @@ class Report:
         for code in _WORST_FIRST:
             if code in codes:
                 return code
-        return ExitCode.PARTIAL if self._skipped_inputs() else ExitCode.OK
+        partial = bool(codes - {ExitCode.OK}) or self._skipped_inputs()
+        return ExitCode.PARTIAL if partial else ExitCode.OK
 
     def _skipped_inputs(self) -> bool:
         # A lone log that holds nothing yet is "nothing to do"; beside others it was skipped.

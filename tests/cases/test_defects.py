@@ -213,6 +213,61 @@ def test_secrets_below_secret_names():
     assert mask_config(harmless) == harmless
 
 
+def test_secrets_inside_the_texts_of_a_config():
+    """Quoted, nested in an override, in an address or behind the words of a container's
+    environment: a secret's name is enough."""
+    config = {
+        "env": {"HUGGING_FACE_HUB_TOKEN": "S1", "AWS_SESSION_TOKEN": "S2"},
+        "hydra_overrides": [
+            "++env.HF_TOKEN='S3'",
+            "judge={api_key:S4,n:2}",
+            "+judge.private_key=pa,ssS5",
+            '+judge.url="https://host/?a=1&api_key=S6"',
+            "+judge.api_keys=[S7,S8]",
+        ],
+        "envs": [{"name": "WANDB_API_KEY", "value": "S9"}],
+        "json": '{"judge": {"api_key": "S10 and more"}}',
+        "store": "Server=host;Password=S11;",
+        "proxy": "http://user:p@S12@proxy:1",
+        "tool": "glpat-S13aaaaaaaaaaaaaaaa",
+    }
+    assert not re.search(r"S\d", json.dumps(mask_config(config)))
+    harmless = {
+        "unk_token": "<unk>",
+        "generation_token": "<gen>",
+        "hydra_overrides": ["data.prompt_key=prompt", "trainer.logger=[console,wandb]"],
+        "url": "https://host/c?x=1&y=2",
+    }
+    assert mask_config(harmless) == harmless
+
+
+def test_a_secret_is_masked_wherever_it_occurs(upload, server, tmp_path):
+    """What one file of Hydra names as a secret does not leave by another, by an interpolation, by
+    the console's text or by the artifact."""
+    secret = "kwF7-not-for-others"
+    folder = tmp_path / "logs" / "2026-01-01" / "00-00-00"
+    hydra = folder / ".hydra"
+    hydra.mkdir(parents=True)
+    (hydra / "config.yaml").write_text(
+        "trainer: {project_name: grpo, experiment_name: exp}\n"
+        f"judge: {{api_key: {secret}, header: 'X-K ${{judge.api_key}}', model: {secret}x}}\n"
+    )
+    (hydra / "overrides.yaml").write_text(f"- +judge.model={secret}x\n")
+    (hydra / "hydra.yaml").write_text(f"hydra: {{job: {{override_dirname: 'j={secret}'}}}}\n")
+    (folder / "main.log").write_text(
+        "{'trainer': {'project_name': 'grpo',\n             'experiment_name': 'exp'}}\n"
+        f"asked with {secret}\n"
+        + "".join(f"step:{s} - critic/rewards/mean:0.5 - timing_s/step:3.0\n" for s in (1, 2))
+    )
+    assert upload.here(tmp_path / "logs", final=True).code == 0
+    (run,) = server.runs
+    (artifact,) = server.artifacts
+    assert "asked with ***" in "".join(run.logs)
+    assert len(artifact.files) == 3
+    everything = [*run.logs, json.dumps(run.config), *run.files.values(), *artifact.files.values()]
+    assert not [text for text in everything if secret in str(text)]
+
+
 def test_environment_does_not_leak_into_a_config(tmp_path, monkeypatch):
     """No interpolation, however written, brings this machine's environment into the config."""
     monkeypatch.setenv("MY_SECRET", "hunter2")

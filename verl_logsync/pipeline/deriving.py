@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -19,9 +20,9 @@ from verl_logsync.diagnostics import DiagnoseOptions, Diagnosis, Finding, diagno
 from verl_logsync.diagnostics.rules import PREFIX, WORST
 from verl_logsync.diagnostics.tables import SAMPLES, sample_tables
 from verl_logsync.diagnostics.wording import summed_up
-from verl_logsync.errors import InputError, UsageError
+from verl_logsync.errors import InputError, LogsyncError, UsageError
 from verl_logsync.model import Alert, FileRef, History, PassThrough, Skip, SkipReason
-from verl_logsync.pipeline.engine import Engine
+from verl_logsync.pipeline.engine import Engine, attempted
 from verl_logsync.pipeline.loading import Loaded
 from verl_logsync.plan import Derived
 from verl_logsync.rollouts.cache import ReductionCache
@@ -42,6 +43,37 @@ class Diagnosed:
 
     loaded: Loaded
     diagnosis: Diagnosis
+
+
+def check_options(settings: Settings) -> None:
+    """Rules and patterns that cannot be used are said before anything is sent.
+
+    Raises:
+        UsageError: which, and what is wrong with it.
+    """
+    _rules(settings)
+    _reduction_options(settings, {})
+
+
+def diagnosed_or_plain(engine: Engine, loaded: Loaded) -> Loaded:
+    """A run with what can be derived; where that fails, with a word about it and as it was."""
+    result = diagnosed_or_error(engine, loaded)
+    if isinstance(result, Diagnosed):
+        return result.loaded
+    what = f"diagnostics: {result.message}; the logged values are sent without them"
+    hint = ". ".join(filter(None, (result.hint, "--recompute adds them later")))
+    skip = Skip(SkipReason.FAILED, result.place or loaded.run.name, what, hint)
+    account = replace(loaded.account, skips=(*loaded.account.skips, skip))
+    return replace(loaded, account=account)
+
+
+def diagnosed_or_error(engine: Engine, loaded: Loaded) -> Diagnosed | LogsyncError:
+    """A run with what can be derived, or what prevents it."""
+    result = attempted(engine, loaded.run, partial(diagnosed, engine, loaded))
+    if isinstance(result, Diagnosed):
+        return result
+    assert result.error is not None, "a failed run has an error"
+    return result.error
 
 
 def diagnosed(engine: Engine, loaded: Loaded) -> Diagnosed:
