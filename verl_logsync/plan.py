@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from verl_logsync.assemble import Surroundings, summarise
 from verl_logsync.columns import AXES, STEP, TableBuilder
+from verl_logsync.config_files import artifact_name
 from verl_logsync.digests import canonical, overall_digest, row_digests
 from verl_logsync.model import (
     Action,
@@ -377,10 +378,17 @@ def _lacking(situation: Situation, *, rows_only: bool) -> _Lacking:
     )
     carried = replace(extra, events=events.items, console=logs.items)
     if remote is not None:
+        artifacts = tuple(a for a in extra.artifacts if a.key not in remote.artifacts)
+        # It is sent from the same files, also if the run has files of their size already.
+        anew = any(a.name == artifact_name(situation.run.target.run_id) for a in artifacts)
         carried = replace(
             carried,
-            files=tuple(f for f in extra.files if not _is_there(f, remote)),
-            artifacts=tuple(a for a in extra.artifacts if a.key not in remote.artifacts),
+            files=tuple(
+                f
+                for f in extra.files
+                if (anew and f.content is not None) or not _is_there(f, remote)
+            ),
+            artifacts=artifacts,
             others=(),
         )
     strange = [n for n, s in (("system metrics", events), ("console", logs)) if s.strange]

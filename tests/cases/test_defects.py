@@ -188,6 +188,27 @@ def test_appends_with_objects_raise_no_alarm(upload, server, tmp_path):
     assert any("on W&B's wire" in note for note in result.only["notes"])
 
 
+def test_a_changed_config_of_the_same_size(upload, server, tmp_path):
+    """A later attempt's config replaces the files of the run, and is a new version of the
+    artifact, whole, also where a file did not change or kept its size."""
+    logs = tmp_path / "logs"
+    log = write_verl_log(logs / "grpo" / "exp.jsonl", [(s, {"a": 1.0}) for s in range(4)])
+    os.utime(log, (time.time() - 7200,) * 2)
+    for day, count in enumerate((2, 4), 1):
+        hydra = logs / f"2026-01-0{day}" / "00-00-00" / ".hydra"
+        hydra.mkdir(parents=True)
+        (hydra / "config.yaml").write_text(
+            f"trainer: {{project_name: grpo, experiment_name: exp}}\nn: {count}\n"
+        )
+        (hydra / "overrides.yaml").write_text("[]\n")
+        assert upload.here(logs, final=True).code == 0
+        (run,) = server.runs
+        assert f"n: {count}".encode() in run.files["hydra/config.yaml"]
+    assert [(a.state, sorted(a.files)) for a in server.artifacts] == [
+        ("COMMITTED", ["hydra/config.yaml", "hydra/overrides.yaml"])
+    ] * 2
+
+
 def test_secrets_below_secret_names():
     """Whatever lies below a secret name is masked; verl's token counts and keys are not."""
     config = {
