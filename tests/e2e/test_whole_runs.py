@@ -115,3 +115,14 @@ def test_console_text_that_the_client_kept_too_comes_once(upload, one_run, tmp_p
     text = "".join(map(str, one_run().logs))
     assert "attempt:1" in text
     assert "actor/loss" not in text
+
+
+def test_a_binding_that_cannot_be_written_is_partial(outputs, upload):
+    """--bind-checkpoints of a folder that is read-only is said, and ends with exit code 3."""
+    (tracker,) = outputs.rglob("latest_checkpointed_iteration.txt")
+    tracker.parent.chmod(0o555)
+    result = upload(outputs, "--final", "--bind-checkpoints", powers=False)
+    tracker.parent.chmod(0o755)
+    assert result.code == 3
+    assert any("not bound" in note for note in result.only["notes"])
+    assert not tracker.with_name("wandb_run_id").exists()

@@ -79,10 +79,11 @@ def upload(engine: Engine, paths: Sequence[Path]) -> Report:
 
 
 def _with_binding(outcome: Outcome, file_name: str) -> Outcome:
-    """Write the id of a verified run into its checkpoint folders."""
+    """Write the id of a verified run into its checkpoint folders; failing that is partial."""
     if outcome.exit_code is not ExitCode.OK:
         return outcome
     notes = list(outcome.notes)
+    known = outcome.remembered
     for folder in sorted({checkpoint_root(path) for path in outcome.checkpoints}):
         try:
             if read_binding(folder, file_name) != outcome.target.run_id:
@@ -90,7 +91,8 @@ def _with_binding(outcome: Outcome, file_name: str) -> Outcome:
                 notes.append(f"bound its checkpoints: {written}")
         except (LogsyncError, OSError) as error:
             notes.append(f"its checkpoints were not bound: {error}")
-    return replace(outcome, notes=tuple(notes))
+            known = ExitCode.PARTIAL
+    return replace(outcome, notes=tuple(notes), remembered=known)
 
 
 def _upload_all(engine: Engine, runs: Sequence[RunSources]) -> list[Outcome]:
