@@ -396,6 +396,10 @@ def _origins(attempts: Sequence[AttemptReading], rows: _Rows, kept: _Bools) -> I
     index = np.flatnonzero(kept)
     if not len(index):
         return
+    if len(files) == 1:
+        steps = rows.steps[index]
+        yield Origin(int(steps.min()), int(steps.max()), files[0][0], (files[0][1],))
+        return
     order = index[np.lexsort((rows.files[index], rows.steps[index]))]
     steps, numbers = rows.steps[order], rows.files[order]
     once = np.append(True, (np.diff(steps) != 0) | (np.diff(numbers) != 0))

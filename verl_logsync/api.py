@@ -193,14 +193,15 @@ def diagnose_paths(
     paths: Sequence[Path], settings: Settings
 ) -> tuple[Catalog, list[tuple[RunSources, Diagnosed | LogsyncError]]]:
     """Every run below some paths, diagnosed, or the error that prevents it."""
-    from verl_logsync.pipeline.deriving import diagnosed
+    from verl_logsync.pipeline.deriving import check_options, diagnosed_or_error
 
+    check_options(settings)
     engine = _reader(settings)
     found = pipeline.survey(engine, paths)
     results: list[tuple[RunSources, Diagnosed | LogsyncError]] = []
     for run in found.runs:
         loaded = pipeline.load_or_error(engine, run)
-        done = loaded if isinstance(loaded, LogsyncError) else diagnosed(engine, loaded)
+        done = loaded if isinstance(loaded, LogsyncError) else diagnosed_or_error(engine, loaded)
         results.append((run, done))
     return found, results
 

@@ -16,7 +16,7 @@ from verl_logsync.model import (
     PassThrough,
     Reading,
 )
-from verl_logsync.secrets_mask import mask_config
+from verl_logsync.secrets_mask import mask_config, secrets_in, without_known
 
 _T = TypeVar("_T")
 
@@ -55,7 +55,8 @@ def assemble(attempts: Sequence[AttemptReading], configs: Sequence[Reading]) -> 
     config.pop(_INTERNAL, None)
     last = attempts[-1].readings if attempts else ()
     ending = next((r.ending for _, r in last if r.ending is not None), None)
-    streams = list(_streams(attempts))
+    known = secrets_in(config)
+    streams = [(key, _hushed(extra, known)) for key, extra in _streams(attempts)]
     return Surroundings(
         mask_config(config),
         _merged([r.extra for r in (*configs, *readings)]),
@@ -63,6 +64,14 @@ def assemble(attempts: Sequence[AttemptReading], configs: Sequence[Reading]) -> 
         ending,
         _offline_last_step(last),
     )
+
+
+def _hushed(extra: PassThrough, known: frozenset[str]) -> PassThrough:
+    """Console text without the secrets that the run's config names, however they are printed."""
+    if not known:
+        return extra
+    console = tuple(without_known(line, known) for line in extra.console)
+    return replace(extra, console=console, unfinished=without_known(extra.unfinished, known))
 
 
 def _streams(attempts: Sequence[AttemptReading]) -> Iterator[tuple[str, PassThrough]]:

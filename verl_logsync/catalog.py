@@ -40,6 +40,7 @@ _LATEST_START: Final = 1
 # ones, and all of them than EXP.jsonl.
 _ROTATED: Final = re.compile(r"\.(?:jsonl|log|out|txt)\.(\d{1,6})(?:\.\w+)?$")
 _COPY: Final = re.compile(r"[._-]attempt[_-]?(\d{1,6})\b|\.(\d{8}[_-]?\d{6})\b")
+_PACKED: Final = re.compile(r"\.(gz|zst)$")
 #: W&B's own name for runs without a project.
 NO_PROJECT: Final = "uncategorized"
 
@@ -206,22 +207,22 @@ def _without_captures(files: Sequence[LogFile]) -> tuple[list[LogFile], list[Ski
     for group in caught.values():
         kept: list[LogFile] = []
         for file in sorted(group, key=_completeness, reverse=True):
-            longest = next((k for k in kept if _may_be_named_alike(k, file)), None)
-            if longest is None:
+            original = next((other for other in kept if _is_captured(file, other)), None)
+            if original is None:
                 kept.append(file)
             else:
-                detail = f"the same records as in {longest.place}"
+                detail = f"the same records as in {original.place}"
                 skips.append(Skip(SkipReason.DUPLICATE, file.place, detail))
         rest.extend(kept)
     return rest, skips
 
 
-def _may_be_named_alike(one: LogFile, other: LogFile) -> bool:
-    """Whether two logs name the same experiment, as far as they name any."""
-    ours, theirs = one.facts, other.facts
-    if not ours.name or not theirs.name:
-        return True
-    return (ours.project, ours.name) == (theirs.project, theirs.name)
+def _is_captured(file: LogFile, other: LogFile) -> bool:
+    """Whether the records of a file may all be in another one, which has the same first ones."""
+    ours, theirs = file.facts, other.facts
+    if ours.name and theirs.name and (ours.project, ours.name) != (theirs.project, theirs.name):
+        return False
+    return ours.last_step != theirs.last_step or ours.tail_digest == theirs.tail_digest
 
 
 def _completeness(file: LogFile) -> tuple[int, bool, bool, int, str]:
@@ -306,7 +307,7 @@ def _by_name(files: Sequence[LogFile]) -> dict[tuple[str, str], list[LogFile]]:
         groups.setdefault((group[0].facts.project, named), []).extend(group)
     for file in files:
         if not file.facts.run_id:
-            name = file.facts.name or file.path.stem
+            name = file.facts.name or Path(_PACKED.sub("", file.path.name)).stem
             groups.setdefault((file.facts.project, name), []).append(file)
     return groups
 

@@ -117,13 +117,14 @@ class TableBuilder:
     def __len__(self) -> int:
         return self._count
 
-    def add(self, row: Mapping[str, Any], *, exactly: bool = True) -> None:
+    def add(self, row: Mapping[str, Any], *, exactly: bool = True, flags: bool = True) -> None:
         """Append a row.
 
         Args:
             row: the values by key.
             exactly: check every number for its size. Without it rows are added twice as fast,
                 and `rounded` tells afterwards whether that cost digits.
+            flags: whether booleans may be among the values; to look costs a tenth of the time.
 
         Raises:
             ValueError: a value is nested too deeply; nothing was added.
@@ -133,7 +134,7 @@ class TableBuilder:
         if layout is None or layout.keys != keys:
             layout = self._layouts.get(keys) or self._layouts.setdefault(keys, _Layout(keys))
             self._latest = layout
-        layout.add(self._count, row.values(), exactly)
+        layout.add(self._count, row.values(), exactly, flags)
         self._count += 1
 
     @property
@@ -165,8 +166,8 @@ class _Layout:
         self._pack = struct.Struct(f"{len(keys)}d").pack
         self._packed = bytearray()
 
-    def add(self, index: int, values: Collection[Any], exactly: bool) -> None:
-        packed = None if exactly else self._packed_fast(values)
+    def add(self, index: int, values: Collection[Any], exactly: bool, flags: bool) -> None:
+        packed = None if exactly else self._packed_fast(values, flags)
         if packed is None:
             odd = {p: to_json(v) for p, v in enumerate(values) if not _is_number(v)}
             packed = self._pack(*(v if _is_number(v) else math.nan for v in values))
@@ -177,9 +178,9 @@ class _Layout:
         self.rows.append(index)
         self._packed += packed
 
-    def _packed_fast(self, values: Collection[Any]) -> bytes | None:
+    def _packed_fast(self, values: Collection[Any], flags: bool) -> bytes | None:
         """The numbers as they are; None when other values are among them."""
-        if bool in map(type, values):
+        if flags and bool in map(type, values):
             return None
         try:
             packed: bytes = self._pack(*values)

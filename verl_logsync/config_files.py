@@ -16,12 +16,17 @@ from verl_logsync.transaction_log.records import artifact_record
 FILES = "files"
 
 
-def config_artifact(files: Sequence[FileRef], run_id: str) -> ArtifactRef | None:
-    """An artifact of the files whose content is given; None without any.
+def artifact_name(run_id: str) -> str:
+    """The name of a run's config artifact.
 
-    Its name holds the run id: W&B gives content that it knows under a name no new version, and
-    would count it as another run's.
+    It holds the run id: W&B gives content that it knows under a name no new version, and would
+    count it as another run's.
     """
+    return f"config-{run_id}"
+
+
+def config_artifact(files: Sequence[FileRef], run_id: str) -> ArtifactRef | None:
+    """An artifact of the files whose content is given; None without any."""
     contents = {f.name: f.content for f in files if f.content is not None}
     if not contents:
         return None
@@ -32,7 +37,7 @@ def config_artifact(files: Sequence[FileRef], run_id: str) -> ArtifactRef | None
     manifest = hashlib.md5(b"wandb-artifact-manifest-v1\n", usedforsecurity=False)
     for name, digest in digests.items():
         manifest.update(f"{name}:{digest}\n".encode())
-    name, digest = f"config-{run_id}", manifest.hexdigest()
+    name, digest = artifact_name(run_id), manifest.hexdigest()
     payload = artifact_record(
         kind="config",
         name=name,

@@ -29,6 +29,8 @@ _NEVER_ENTERED: Final = frozenset(
 _LOG_LIKE: Final = re.compile(
     r"\.(jsonl|ndjson|wandb|log|out|err|parquet)(\.(\d+|gz|zst|bak|old))?$|\.tfevents\.|^main_ppo\.log"
 )
+# `.run-x.wandb.Ab3xYz`: what rsync, or a writer, has not finished.
+_UNFINISHED: Final = re.compile(r"\.(jsonl|ndjson|wandb|parquet|log|out|err)(\.\w+)*$")
 # The client's own diary, which W&B writes beside every run.
 _CLIENT_DIARY: Final = re.compile(r"^debug(-\w+)?(\.\w+)*\.log$")
 
@@ -158,6 +160,9 @@ class _Walk:
                 self.enter(entry, depth + 1, links)
 
     def _file(self, path: Path, stamp: Stamp, *, given: bool) -> None:
+        if path.name.startswith(".") and not given:
+            self._hidden(path)
+            return
         known = self._recall(path)
         if known is not None:
             self._keep(path, known)
@@ -175,6 +180,13 @@ class _Walk:
                 return
         if given or (_is_log_like(path) and not _CLIENT_DIARY.match(path.name)):
             self.skips.append(_not_recognised(path, stamp))
+
+    def _hidden(self, path: Path) -> None:
+        """Writers and copiers (rsync) hide a file until it is whole; killed, they leave it."""
+        if _UNFINISHED.search(path.name):
+            detail = "its name begins with a dot: a file that was not finished"
+            hint = "Give this path itself to read it all the same"
+            self.skips.append(Skip(SkipReason.NOT_RECOGNISED, str(path), detail, hint))
 
     def _is_interesting(self, name: str) -> bool:
         return any(fnmatch(name, p) for source in self._sources for p in source.patterns)

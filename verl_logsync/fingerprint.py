@@ -1,8 +1,8 @@
 """What makes two training configurations the same run, or different ones.
 
-Left out is what changes between two starts of one job: paths, hosts and ports, resume flags,
-names that identify the run already, and what verl fills in at run time. A model's path counts
-by its last part only, so that a moved model is the same model.
+Left out is what changes between two starts of one job: paths, hosts and ports, secrets, resume
+flags, names that identify the run already, and what verl fills in at run time. A model's path
+counts by its last part only, so that a moved model is the same model.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from verl_logsync.columns import to_json
+from verl_logsync.secrets_mask import is_secret_name, mask_text
 
 _CHANGES_BETWEEN_STARTS: Final = re.compile(
     r"(^|_)(paths?|dirs?|root|files?|folder|ports?|hosts?|hostname|addr|address|ip|urls?|uri|proxy"
@@ -50,10 +51,12 @@ def _walk(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
             yield dotted, to_json(value.rstrip("/").rsplit("/", 1)[-1])
         elif name in _FILLED_IN_OR_NAMES or _CHANGES_BETWEEN_STARTS.search(name):
             continue
+        elif is_secret_name(name):
+            continue  # a rotated key is the same training, and the ledger keeps no secrets
         elif isinstance(value, Mapping):
             yield from _walk(value, f"{dotted}.")
         elif not _is_unresolved(value):
-            yield dotted, to_json(value)
+            yield dotted, mask_text(to_json(value))
 
 
 def data_folders(config: Mapping[str, Any]) -> dict[str, str]:

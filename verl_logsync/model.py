@@ -113,7 +113,8 @@ class Facts:
     Empty strings and None mean "the file does not say". `config` holds the essentials of the
     training configuration (see `verl_logsync.fingerprint`), empty when the file has none.
     `head_digest` identifies the first record and `training_digest` the first record of a
-    training step: two starts of a job may have the first validation in common. `carries` are
+    training step: two starts of a job may have the first validation in common; `tail_digest` (of
+    sources whose bytes may differ for the same records) identifies the last. `carries` are
     the digests of the logs that a fragment of our own was made from. `rank` is None for logs
     that one process writes for all; `attempt_id` is what all ranks of one start recorded. `dirs`
     are the folders that the config names for dumps and checkpoints, as written there.
@@ -130,6 +131,7 @@ class Facts:
     opens_with_validation: bool = False
     head_digest: str = ""
     training_digest: str = ""
+    tail_digest: str = ""
     carries: tuple[str, ...] = ()
     rank: int | None = None
     world_size: int | None = None
@@ -677,6 +679,7 @@ _WORST_FIRST = (
     ExitCode.AUTH,
     ExitCode.UNREACHABLE,
     ExitCode.NOT_VERIFIED,
+    ExitCode.USAGE,
     ExitCode.PARTIAL,
 )
 
@@ -696,7 +699,8 @@ class Report:
         for code in _WORST_FIRST:
             if code in codes:
                 return code
-        return ExitCode.PARTIAL if self._skipped_inputs() else ExitCode.OK
+        partial = bool(codes - {ExitCode.OK}) or self._skipped_inputs()
+        return ExitCode.PARTIAL if partial else ExitCode.OK
 
     def _skipped_inputs(self) -> bool:
         # A lone log that holds nothing yet is "nothing to do"; beside others it was skipped.

@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from verl_logsync.assemble import Surroundings, summarise
 from verl_logsync.columns import AXES, STEP, TableBuilder
+from verl_logsync.config_files import artifact_name
 from verl_logsync.digests import canonical, overall_digest, row_digests
 from verl_logsync.model import (
     Action,
@@ -194,12 +195,14 @@ def _repeated(steps: _Ints) -> tuple[int, ...]:
 class Derived:
     """What was derived from the history besides columns.
 
-    `version` names the program that derived them; `config` goes into the run's config, `tags` are
-    added to the run's, `alerts` are told once each, `notes` are for the report.
+    `version` names the program that derived them; `config` goes into the run's config, `summary`
+    into its summary, `tags` are added to the run's, `alerts` are told once each, `notes` are for
+    the report.
     """
 
     version: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
+    summary: Mapping[str, Any] = field(default_factory=dict)
     tags: tuple[str, ...] = ()
     alerts: tuple[Alert, ...] = ()
     notes: tuple[str, ...] = ()
@@ -375,10 +378,17 @@ def _lacking(situation: Situation, *, rows_only: bool) -> _Lacking:
     )
     carried = replace(extra, events=events.items, console=logs.items)
     if remote is not None:
+        artifacts = tuple(a for a in extra.artifacts if a.key not in remote.artifacts)
+        # It is sent from the same files, also if the run has files of their size already.
+        anew = any(a.name == artifact_name(situation.run.target.run_id) for a in artifacts)
         carried = replace(
             carried,
-            files=tuple(f for f in extra.files if not _is_there(f, remote)),
-            artifacts=tuple(a for a in extra.artifacts if a.key not in remote.artifacts),
+            files=tuple(
+                f
+                for f in extra.files
+                if (anew and f.content is not None) or not _is_there(f, remote)
+            ),
+            artifacts=artifacts,
             others=(),
         )
     strange = [n for n, s in (("system metrics", events), ("console", logs)) if s.strange]
@@ -458,6 +468,7 @@ def _filled(
     run, history, ready = situation.run, situation.history, situation.ready
     recorded = situation.around.extra
     summary = summarise(history, recorded.summary, defined=bool(recorded.metrics))
+    summary |= situation.derived.summary
     plan = UploadPlan(
         target=run.target,
         name=run.name,

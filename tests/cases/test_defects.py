@@ -188,6 +188,27 @@ def test_appends_with_objects_raise_no_alarm(upload, server, tmp_path):
     assert any("on W&B's wire" in note for note in result.only["notes"])
 
 
+def test_a_changed_config_of_the_same_size(upload, server, tmp_path):
+    """A later attempt's config replaces the files of the run, and is a new version of the
+    artifact, whole, also where a file did not change or kept its size."""
+    logs = tmp_path / "logs"
+    log = write_verl_log(logs / "grpo" / "exp.jsonl", [(s, {"a": 1.0}) for s in range(4)])
+    os.utime(log, (time.time() - 7200,) * 2)
+    for day, count in enumerate((2, 4), 1):
+        hydra = logs / f"2026-01-0{day}" / "00-00-00" / ".hydra"
+        hydra.mkdir(parents=True)
+        (hydra / "config.yaml").write_text(
+            f"trainer: {{project_name: grpo, experiment_name: exp}}\nn: {count}\n"
+        )
+        (hydra / "overrides.yaml").write_text("[]\n")
+        assert upload.here(logs, final=True).code == 0
+        (run,) = server.runs
+        assert f"n: {count}".encode() in run.files["hydra/config.yaml"]
+    assert [(a.state, sorted(a.files)) for a in server.artifacts] == [
+        ("COMMITTED", ["hydra/config.yaml", "hydra/overrides.yaml"])
+    ] * 2
+
+
 def test_secrets_below_secret_names():
     """Whatever lies below a secret name is masked; verl's token counts and keys are not."""
     config = {
@@ -211,6 +232,61 @@ def test_secrets_below_secret_names():
         "num_memory_tokens": 4,
     }
     assert mask_config(harmless) == harmless
+
+
+def test_secrets_inside_the_texts_of_a_config():
+    """Quoted, nested in an override, in an address or behind the words of a container's
+    environment: a secret's name is enough."""
+    config = {
+        "env": {"HUGGING_FACE_HUB_TOKEN": "S1", "AWS_SESSION_TOKEN": "S2"},
+        "hydra_overrides": [
+            "++env.HF_TOKEN='S3'",
+            "judge={api_key:S4,n:2}",
+            "+judge.private_key=pa,ssS5",
+            '+judge.url="https://host/?a=1&api_key=S6"',
+            "+judge.api_keys=[S7,S8]",
+        ],
+        "envs": [{"name": "WANDB_API_KEY", "value": "S9"}],
+        "json": '{"judge": {"api_key": "S10 and more"}}',
+        "store": "Server=host;Password=S11;",
+        "proxy": "http://user:p@S12@proxy:1",
+        "tool": "glpat-S13aaaaaaaaaaaaaaaa",
+    }
+    assert not re.search(r"S\d", json.dumps(mask_config(config)))
+    harmless = {
+        "unk_token": "<unk>",
+        "generation_token": "<gen>",
+        "hydra_overrides": ["data.prompt_key=prompt", "trainer.logger=[console,wandb]"],
+        "url": "https://host/c?x=1&y=2",
+    }
+    assert mask_config(harmless) == harmless
+
+
+def test_a_secret_is_masked_wherever_it_occurs(upload, server, tmp_path):
+    """What one file of Hydra names as a secret does not leave by another, by an interpolation, by
+    the console's text or by the artifact."""
+    secret = "kwF7-not-for-others"
+    folder = tmp_path / "logs" / "2026-01-01" / "00-00-00"
+    hydra = folder / ".hydra"
+    hydra.mkdir(parents=True)
+    (hydra / "config.yaml").write_text(
+        "trainer: {project_name: grpo, experiment_name: exp}\n"
+        f"judge: {{api_key: {secret}, header: 'X-K ${{judge.api_key}}', model: {secret}x}}\n"
+    )
+    (hydra / "overrides.yaml").write_text(f"- +judge.model={secret}x\n")
+    (hydra / "hydra.yaml").write_text(f"hydra: {{job: {{override_dirname: 'j={secret}'}}}}\n")
+    (folder / "main.log").write_text(
+        "{'trainer': {'project_name': 'grpo',\n             'experiment_name': 'exp'}}\n"
+        f"asked with {secret}\n"
+        + "".join(f"step:{s} - critic/rewards/mean:0.5 - timing_s/step:3.0\n" for s in (1, 2))
+    )
+    assert upload.here(tmp_path / "logs", final=True).code == 0
+    (run,) = server.runs
+    (artifact,) = server.artifacts
+    assert "asked with ***" in "".join(run.logs)
+    assert len(artifact.files) == 3
+    everything = [*run.logs, json.dumps(run.config), *run.files.values(), *artifact.files.values()]
+    assert not [text for text in everything if secret in str(text)]
 
 
 def test_environment_does_not_leak_into_a_config(tmp_path, monkeypatch):

@@ -197,7 +197,7 @@ def test_c15_console_without_a_wandb_folder(outputs, age, upload, one_run, fixtu
     age(outputs)
     code, text = upload.text(outputs)
     assert code == 0, text
-    assert [r["_step"] for r in one_run().rows] == [0, 1, 2, 3, 4]
+    assert [r["_step"] for r in one_run().rows] == [0, 1, 2, 3, 40]
     assert "main_ppo.log" in text
 
 

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
 from verl_logsync.columns import STEP
-from verl_logsync.diagnostics import load_rules
+from verl_logsync.diagnostics import diagnose, load_rules
 from verl_logsync.diagnostics.configuration import Configuration
 from verl_logsync.diagnostics.findings import Finding
 from verl_logsync.diagnostics.parts import KINDS, Condition, Values
@@ -368,3 +369,11 @@ def test_findings_are_ordered() -> None:
     assert [f.code for f in in_order(made)] == ["B", "D", "C", "A"]
     assert worst(made) == "critical"
     assert worst([]) is None
+
+
+def test_a_multiple_of_a_negative_reference_says_nothing() -> None:
+    """Noise around a negative value is no explosion: ten times less than nothing is lower still."""
+    noise = np.random.default_rng(0).normal(-0.1, 0.05, 200)
+    table = pa.table({"_step": np.arange(200), "actor/grad_norm": noise})
+    codes = {finding.code for finding in diagnose(table, {}).findings}
+    assert not codes & {"GRADIENT_EXPLOSION", "GRADIENT_SPIKE"}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import verl_logsync
+from verl_logsync.pipeline import deriving
 from verl_logsync.testing.simulate import simulate
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -56,7 +57,9 @@ def test_a_critical_finding_is_told_once(sick, upload, server, one_run):
     for last in (40, 50):
         assert upload.here(sick(last)).code == 0
     assert len(_alerts(server)) == alerted
-    assert one_run().summary["health/worst"] == one_run().rows[-1]["health/worst"]
+    summary = one_run().summary
+    assert summary["health/worst"] == 2
+    assert summary["health/criticals"] == alerted
 
 
 def test_a_persons_tags_stay(sick, upload, one_run):
@@ -137,6 +140,48 @@ def test_a_step_waits_for_its_dump(tmp_path, upload, one_run):
     assert sorted(rows) == [0, 1, 2, 3, 4, 5]
     assert all("grpo/zero_spread_share" in rows[step] for step in range(1, 6))
     assert one_run().rewinds == []
+
+
+def test_what_was_logged_is_sent_also_when_diagnostics_fail(
+    sick, upload, one_run, logged, monkeypatch
+):
+    """A fault of a diagnostic costs its columns, is told, and is made good by --recompute."""
+
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError("a fault")
+
+    log = sick(20)
+    with monkeypatch.context() as patch:
+        patch.setattr(deriving, "diagnose", fails)
+        result = upload.here(log, final=True, verify="full")
+        assert (result.code, result.rows_sent) == (3, len(one_run().rows))
+    assert "a fault" in str(result.report)
+    plain = [dict(row) for row in one_run().rows]
+    assert upload.here(log, final=True, recompute=True).code == 0
+    assert upload.here(log, final=True).code == 0
+    assert logged(one_run()) == plain
+    assert "health/worst" in one_run().rows[-1]
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        b"[rules.X",
+        b"\xff",
+        b"[rules.X]\nparts.a = {kind = 'level', series = 'x', above = " + b"9" * 400 + b"}",
+        b"[rules.X]\nparts.a = {kind = 'level', series = 'x', above = " + b"9" * 5000 + b"}",
+        b"[rules.X]\nparts.a = {kind = 'level', series = 'x', above = '1'}",
+    ],
+)
+def test_rules_that_cannot_be_used_are_a_usage_error(rules, sick, upload, server, tmp_path):
+    """Nothing is sent without the rules that were asked for, and the exit code says so."""
+    file = tmp_path / "rules.toml"
+    file.write_bytes(rules)
+    for verb in ("upload", "diagnose"):
+        code, text = upload.text(sick(20), "--rules", file, verb=verb)
+        assert code == 2, text
+        assert "rules.toml" in text
+    assert server.runs == []
 
 
 def test_python_face(sick):

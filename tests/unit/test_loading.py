@@ -10,6 +10,7 @@ import pytest
 import verl_logsync
 from verl_logsync import pipeline
 from verl_logsync.errors import InputWarning, UnreadableInput
+from verl_logsync.fingerprint import essentials
 from verl_logsync.settings import Settings
 from verl_logsync.sources import SOURCES
 from verl_logsync.testing.builders import write_verl_log
@@ -56,3 +57,13 @@ def test_load_leaves_out_what_cannot_be_read(tmp_path, monkeypatch):
     with pytest.warns(InputWarning, match="bad is left out"):
         runs = verl_logsync.load(tmp_path)
     assert [run.name for run in runs] == ["good"]
+
+
+def test_a_rotated_key_is_the_same_training():
+    """Secrets are no part of what identifies a configuration, nor kept with it."""
+    one = essentials({"judge": {"api_key": "sk-one", "url": "https://u:secret@host/v1", "n": 3}})
+    two = essentials({"judge": {"api_key": "sk-two", "url": "https://u:other@host/v1", "n": 3}})
+    assert one == two
+    assert "secret" not in repr(one)
+    listed = essentials({"reward": {"endpoints": ["https://u:secret@host/v1"]}})
+    assert "secret" not in repr(listed)

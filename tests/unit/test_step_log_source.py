@@ -371,3 +371,17 @@ def test_hostile_parquet_values_are_counted(tmp_path: Path) -> None:
         (SkipReason.NO_STEP, 1),
         (SkipReason.MALFORMED, 1),
     ]
+
+
+def test_what_a_killed_writer_left_unfinished_is_no_log(tmp_path: Path) -> None:
+    """Hidden files beside a log (a flush that was killed, a copy by rsync) are not read twice."""
+    with StepLogger("p", "e", directory=tmp_path, format="parquet") as logger:
+        for step in range(3):
+            logger.log({"a": 1}, step)
+    log = Path(logger.path)
+    hidden = log.with_name(f".{log.name}.17841")
+    hidden.write_bytes(log.read_bytes())
+    found = discover([tmp_path], SOURCES)
+    assert [file.path for file in found.files] == [log]
+    assert [skip.place for skip in found.skips] == [str(hidden)]
+    assert discover([hidden], SOURCES).files

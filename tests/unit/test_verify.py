@@ -12,13 +12,17 @@ import pyarrow as pa
 import pytest
 
 from verl_logsync.assemble import Surroundings
+from verl_logsync.errors import ExitCode, LogsyncError
 from verl_logsync.model import (
     Attempt,
+    Catalog,
     Facts,
     History,
     LogFile,
+    Outcome,
     PassThrough,
     RemoteState,
+    Report,
     RunSources,
     Stamp,
     Target,
@@ -110,3 +114,15 @@ def test_every_value_is_compared(rows: list[dict[str, Any]], agrees: bool) -> No
     """With --verify full one wrong, missing, extra or displaced value is no agreement."""
     plan = _plan()
     assert verify_rows(plan, held_after(plan, NOTHING_HELD), rows).agrees is agrees
+
+
+def test_a_failed_run_is_never_a_success() -> None:
+    """Whatever prevented a run, the exit code of the whole is not 0."""
+    target = Target("", "grpo", "exp")
+    for kind in (LogsyncError, *_all_below(LogsyncError)):
+        outcome = Outcome(target, "exp", None, error=kind("no"))
+        assert Report((outcome,), (), Catalog((), ())).exit_code is not ExitCode.OK, kind
+
+
+def _all_below(kind: type[LogsyncError]) -> list[type[LogsyncError]]:
+    return [found for sub in kind.__subclasses__() for found in (sub, *_all_below(sub))]

@@ -133,12 +133,15 @@ def _departs(numbers: Floats, reference: Any, spread: Any, condition: Condition)
     """Whether values leave their reference far enough, in all the ways that are asked for."""
     with np.errstate(all="ignore"):
         moved = numbers - reference
+        factor = condition.above if condition.above is not None else condition.below
         if condition.above is not None:
             far = (numbers > condition.above * reference) & (moved > 0)
         elif condition.below is not None:
             far = (numbers < condition.below * reference) & (moved < 0)
         else:
             far = moved != 0
+        if factor is not None and factor != 1:
+            far &= reference >= 0  # a multiple of a debt is no measure
         far &= np.abs(moved) >= condition.change
         far &= np.abs(moved) >= condition.sigmas * spread
         if condition.reference_above is not None:

@@ -102,7 +102,7 @@ def _parsed(text: str, place: str) -> dict[str, Any]:
         import tomli as tomllib
     try:
         return dict(tomllib.loads(text))
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"not a TOML file: {error}", place=place) from None
 
 
@@ -205,9 +205,13 @@ def _value(key: str, value: Any, where: str) -> Any:
 
 
 def _number(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise UsageError(f"must be a number, not {value!r}", place=where)
-    return float(value)
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if isinstance(value, str) or not math.isfinite(number):
+        raise UsageError(f"must be a number, not {str(value)[:40]!r}", place=where)
+    return number
 
 
 def _whole(value: Any, where: str) -> int:

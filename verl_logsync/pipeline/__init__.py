@@ -22,6 +22,7 @@ from verl_logsync.interfaces import Sink
 from verl_logsync.ledger import LedgerRun, RememberedFiles
 from verl_logsync.model import Action, Catalog, Outcome, Report, RunSources
 from verl_logsync.pipeline.delivering import carry_out
+from verl_logsync.pipeline.deriving import check_options
 from verl_logsync.pipeline.engine import Engine, Progress, failed_outcome, no_progress, sends
 from verl_logsync.pipeline.loading import Loaded, load, load_or_error, with_offset
 from verl_logsync.pipeline.preparing import outcome_of, prepare_batch, readiness_of
@@ -66,6 +67,8 @@ def survey(engine: Engine, paths: Sequence[Path]) -> Catalog:
 
 def upload(engine: Engine, paths: Sequence[Path]) -> Report:
     """Bring the server up to date with everything under the paths."""
+    if engine.settings.diagnostics:
+        check_options(engine.settings)
     found = survey(engine, paths)
     runs, settled = _open_runs(engine, found)
     outcomes = [*settled, *_upload_all(engine, runs)]

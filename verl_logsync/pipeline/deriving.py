@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -19,9 +20,9 @@ from verl_logsync.diagnostics import DiagnoseOptions, Diagnosis, Finding, diagno
 from verl_logsync.diagnostics.rules import PREFIX, WORST
 from verl_logsync.diagnostics.tables import SAMPLES, sample_tables
 from verl_logsync.diagnostics.wording import summed_up
-from verl_logsync.errors import InputError, UsageError
+from verl_logsync.errors import InputError, LogsyncError, UsageError
 from verl_logsync.model import Alert, FileRef, History, PassThrough, Skip, SkipReason
-from verl_logsync.pipeline.engine import Engine
+from verl_logsync.pipeline.engine import Engine, attempted
 from verl_logsync.pipeline.loading import Loaded
 from verl_logsync.plan import Derived
 from verl_logsync.rollouts.cache import ReductionCache
@@ -42,6 +43,37 @@ class Diagnosed:
 
     loaded: Loaded
     diagnosis: Diagnosis
+
+
+def check_options(settings: Settings) -> None:
+    """Rules and patterns that cannot be used are said before anything is sent.
+
+    Raises:
+        UsageError: which, and what is wrong with it.
+    """
+    _rules(settings)
+    _reduction_options(settings, {})
+
+
+def diagnosed_or_plain(engine: Engine, loaded: Loaded) -> Loaded:
+    """A run with what can be derived; where that fails, with a word about it and as it was."""
+    result = diagnosed_or_error(engine, loaded)
+    if isinstance(result, Diagnosed):
+        return result.loaded
+    what = f"diagnostics: {result.message}; the logged values are sent without them"
+    hint = ". ".join(filter(None, (result.hint, "--recompute adds them later")))
+    skip = Skip(SkipReason.FAILED, result.place or loaded.run.name, what, hint)
+    account = replace(loaded.account, skips=(*loaded.account.skips, skip))
+    return replace(loaded, account=account)
+
+
+def diagnosed_or_error(engine: Engine, loaded: Loaded) -> Diagnosed | LogsyncError:
+    """A run with what can be derived, or what prevents it."""
+    result = attempted(engine, loaded.run, partial(diagnosed, engine, loaded))
+    if isinstance(result, Diagnosed):
+        return result
+    assert result.error is not None, "a failed run has an error"
+    return result.error
 
 
 def diagnosed(engine: Engine, loaded: Loaded) -> Diagnosed:
@@ -103,10 +135,19 @@ def _derived(diagnosis: Diagnosis) -> Derived:
     return Derived(
         version=diagnosis.version,
         config={PROVENANCE_KEY: {k: dict(v) for k, v in diagnosis.provenance.items()}},
+        summary=_summary(diagnosis),
         notes=(f"health: {said}",) if (said := summed_up(diagnosis.findings)) else (),
         tags=(_TAGS[worst],) if worst in _TAGS else (),
         alerts=tuple(_alert(f) for f in diagnosis.findings if f.severity == "critical"),
     )
+
+
+def _summary(diagnosis: Diagnosis) -> dict[str, Any]:
+    """What a table of runs should show: the worst of the whole run, not of its last row."""
+    counts = {
+        f"{PREFIX}{s}s": diagnosis.summary.get(f"{PREFIX}{s}s", 0) for s in ("critical", "warning")
+    }
+    return counts | {WORST: diagnosis.summary.get(WORST, 0)}
 
 
 def _alert(finding: Finding) -> Alert:

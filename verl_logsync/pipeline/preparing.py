@@ -23,7 +23,7 @@ from verl_logsync.model import (
     UploadPlan,
     Verdict,
 )
-from verl_logsync.pipeline.deriving import diagnosed
+from verl_logsync.pipeline.deriving import diagnosed_or_plain
 from verl_logsync.pipeline.engine import Engine, attempted, by_project, failed_outcome, sends
 from verl_logsync.pipeline.loading import Loaded, load, stored_attempt
 from verl_logsync.plan import Held, Situation, held_from_rows, held_rows, make_plan
@@ -98,7 +98,7 @@ def _prepare(engine: Engine, sink: Sink, run: RunSources, remote: RemoteState | 
         rows = _logged(sink.rows(run.target), _added(remote))
         loaded = _with_stored_rows(engine, loaded, rows, _pins(remote, confirmed))
     if engine.settings.diagnostics:
-        loaded = diagnosed(engine, loaded).loaded
+        loaded = diagnosed_or_plain(engine, loaded)
     return planned_with(
         engine, sink, loaded, remote, confirmed, recompute=engine.settings.recompute
     )

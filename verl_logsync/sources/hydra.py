@@ -27,7 +27,7 @@ from verl_logsync.model import (
     SkipReason,
 )
 from verl_logsync.regular import read_start
-from verl_logsync.secrets_mask import mask_config, mask_words
+from verl_logsync.secrets_mask import mask_config, secrets_in
 
 #: The config key of a run under which the overrides are kept.
 OVERRIDES: Final = "hydra_overrides"
@@ -83,14 +83,23 @@ class Hydra:
 
 
 def _files(folder: Path) -> Iterator[FileRef]:
-    """Hydra's files without secrets; comments are lost with them."""
-    for name in ("config.yaml", "overrides.yaml", "hydra.yaml"):
-        content = _without_secrets(folder / name)
+    """Hydra's files without secrets; comments are lost with them.
+
+    A secret that one file names is masked in the others too.
+    """
+    import yaml
+
+    names = ("config.yaml", "overrides.yaml", "hydra.yaml")
+    contents = {name: _content(folder / name) for name in names}
+    known = frozenset[str]().union(*map(secrets_in, contents.values()))
+    for name, content in contents.items():
         if content is not None:
-            yield FileRef(f"hydra/{name}", folder / name, content=content)
+            masked = mask_config({"content": content}, known)["content"]
+            text = yaml.safe_dump(masked, sort_keys=False, allow_unicode=True)
+            yield FileRef(f"hydra/{name}", folder / name, content=text.encode())
 
 
-def _without_secrets(path: Path) -> bytes | None:
+def _content(path: Path) -> dict[Any, Any] | list[Any] | None:
     import yaml
 
     try:
@@ -98,13 +107,7 @@ def _without_secrets(path: Path) -> bytes | None:
         value = yaml.safe_load(data) if len(data) <= _LARGEST else None
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return None
-    if isinstance(value, dict):
-        masked: Any = mask_config(value)
-    elif isinstance(value, list):
-        masked = mask_words(value)
-    else:
-        return None
-    return yaml.safe_dump(masked, sort_keys=False, allow_unicode=True).encode()
+    return value if isinstance(value, dict | list) else None
 
 
 def _text(value: object) -> str:

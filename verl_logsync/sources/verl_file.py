@@ -106,7 +106,8 @@ class _Rows:
         if "_step" in values or "_timestamp" in values or "_runtime" in values:
             values = {key: value for key, value in values.items() if key not in AXES}
         try:
-            self._builder.add(values, exactly=self._exactly)
+            flags = b"true" in line.data or b"false" in line.data
+            self._builder.add(values, exactly=self._exactly, flags=flags)
         except ValueError as error:
             self._skip(line, SkipReason.MALFORMED, str(error))
             return

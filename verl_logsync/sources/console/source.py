@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from verl_logsync.columns import to_json
 from verl_logsync.errors import InputError, NotALog
-from verl_logsync.fingerprint import essentials
+from verl_logsync.fingerprint import data_folders, essentials
 from verl_logsync.interfaces import Candidate
 from verl_logsync.model import Facts, LogFile, PassThrough, Reading, Skip, SkipReason
 from verl_logsync.sources.console.attempts import collect
@@ -150,7 +150,7 @@ class _Look:
     candidate: Candidate
     first: Record | None = None
     trained: Record | None = None
-    last_step: int = -1
+    last: Record | None = None
     began: Began | None = None
     config: dict[str, Any] = field(default_factory=dict)
     names: Named = field(default_factory=Named)
@@ -179,7 +179,7 @@ class _Look:
             for event in transcript.close():
                 self._hear(event)
         if self.first is not None and not packed:
-            self.last_step = _last_step(self.candidate, self.last_step)
+            self.last = _last_record(self.candidate) or self.last
 
     def _signs(self, data: bytes) -> None:
         if self.first is None:
@@ -190,7 +190,7 @@ class _Look:
         if isinstance(event, Step):
             record = event.record
             self.first = self.first or record
-            self.last_step = record.step
+            self.last = record
             if self.trained is None and not is_validation_only(record.values):
                 self.trained = record
         elif isinstance(event, Config):
@@ -218,10 +218,12 @@ class _Look:
             config=essentials(self.config),
             started_at=self.began.stamp if self.began else None,
             first_step=self.first.step,
-            last_step=max(self.last_step, self.first.step),
+            last_step=max((self.last or self.first).step, self.first.step),
             opens_with_validation=is_validation_only(self.first.values),
             head_digest=_digest(self.first),
             training_digest=_digest(self.trained) if self.trained else "",
+            tail_digest=_digest(self.last) if self.last else "",
+            dirs=data_folders(self.config),
         )
 
     def nothing(self) -> Skip | None:
@@ -248,8 +250,8 @@ def _digest(record: Record) -> str:
     return hashlib.blake2b(text.encode(errors="replace"), digest_size=8).hexdigest()
 
 
-def _last_step(candidate: Candidate, default: int) -> int:
-    """The step of the last record of a plain file, looking back from its end."""
+def _last_record(candidate: Candidate) -> Record | None:
+    """The last record of a plain file, looking back from its end."""
     size, window = candidate.stamp.size, _TAIL_BYTES
     while True:
         start = max(0, size - window)
@@ -258,13 +260,13 @@ def _last_step(candidate: Candidate, default: int) -> int:
                 stream.seek(start)
                 tail = stream.read(window)
         except OSError:
-            return default
+            return None
         for line in reversed(tail.split(b"\n")[:-1]):  # what follows the last line end may be cut
             if b"step:" in line:
                 text = content(without_ansi(line.decode(errors="replace"))).text
                 record = parse_record(text)
                 if record is not None:
-                    return record.step
+                    return record
         if start == 0 or window >= SEARCHED:
-            return default
+            return None
         window *= 8

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from verl_logsync.errors import LogsyncError
-from verl_logsync.fingerprint import essentials
+from verl_logsync.fingerprint import data_folders, essentials
 from verl_logsync.interfaces import Candidate
 from verl_logsync.model import Facts, LogFile, Reading, Skip, SkipReason
 from verl_logsync.sources.step_log.contents import Contents
@@ -119,6 +119,7 @@ def _facts(path: Path, found: Glance) -> Facts:
         name=header.experiment or folder.name,
         run_id=found.latest.run_id or header.run_id or first.header.run_id,
         config=essentials(first.opening.config or header.config or {}),
+        dirs=data_folders(first.opening.config or header.config or {}),
         started_at=next((time for time in started if time is not None), None),
         first_step=steps[0],
         last_step=max([*steps, *([] if found.last_step is None else [found.last_step])]),
