@@ -27,12 +27,41 @@ Matches = Callable[[Path, str], bool]
 
 
 def adopted(files: Sequence[LogFile], configs: Sequence[LogFile]) -> list[LogFile]:
-    """Give logs that name no experiment the names of the only one that lies nearest."""
+    """Give logs that name no experiment the names of the only one that lies nearest.
+
+    The steps of such a log must meet those of the experiment's logs, or of another log that
+    was given its names: every start of a job may have left a console of its own.
+    """
     named = [f for f in (*files, *configs) if f.facts.name]
-    return [
-        _adopt(file, named) if not (file.facts.name or file.facts.run_id) else file
-        for file in files
-    ]
+    homes: dict[tuple[str, str, tuple[str, ...]], list[LogFile]] = {}
+    for file in files:
+        if not (file.facts.name or file.facts.run_id):
+            nearest = _nearest(file.path, named, lambda other: other.path)
+            names = {(other.facts.project, other.facts.name) for other in nearest}
+            if len(names) == 1:
+                logs = tuple(sorted(o.place for o in nearest if o.role == "history"))
+                homes.setdefault((*names.pop(), logs), []).append(file)
+    by_place = {file.place: file for file in files}
+    found: dict[str, LogFile] = {}
+    for (project, name, logs), strays in homes.items():
+        for file in _meeting(strays, [by_place[place] for place in logs]):
+            facts = replace(file.facts, project=project, name=name)
+            found[file.place] = replace(file, facts=facts)
+    return [found.get(file.place, file) for file in files]
+
+
+def _meeting(strays: Sequence[LogFile], logs: Sequence[LogFile]) -> list[LogFile]:
+    """Those whose steps meet those of the logs, or of one that does; all where there is no log."""
+    if not logs:
+        return list(strays)
+    found: list[LogFile] = []
+    front, left = list(logs), list(strays)
+    while front:
+        met = [file for file in left if any(_may_be_one(file, other) for other in front)]
+        left = [file for file in left if not any(file is other for other in met)]
+        found.extend(met)
+        front = met
+    return found
 
 
 def unclear(run: RunSources, runs: Sequence[RunSources]) -> str:
@@ -53,16 +82,6 @@ def unclear(run: RunSources, runs: Sequence[RunSources]) -> str:
         f"names no experiment; if it is a log of {' or '.join(names[:5])}, say so: "
         f"--run {flag}, with the files of that run in the same way"
     )
-
-
-def _adopt(file: LogFile, named: Sequence[LogFile]) -> LogFile:
-    nearest = _nearest(file.path, named, lambda other: other.path)
-    names = {(other.facts.project, other.facts.name) for other in nearest}
-    history = [other for other in nearest if other.role == "history"]
-    if len(names) != 1 or not all(_may_be_one(file, other) for other in history):
-        return file
-    project, name = names.pop()
-    return replace(file, facts=replace(file.facts, project=project, name=name))
 
 
 def _may_be_one(one: LogFile, other: LogFile) -> bool:

@@ -99,6 +99,20 @@ def test_steps_that_do_not_meet_are_not_one_run(tmp_path):
     assert owners(found(tmp_path)) == {"one": ["one.jsonl"], "train": ["train.log"]}
 
 
+def test_a_console_of_every_start(tmp_path):
+    """Consoles that only meet one another belong to the log that the last of them meets."""
+    write_verl_log(tmp_path / "grpo/exp.jsonl", rows(30, 45, 3.0))
+    spans = [(0, 12), (11, 22), (21, 31), (30, 45)]
+    for number in (2, 0, 3, 1):
+        console(tmp_path / f"slurm-{number}.out", *spans[number], number)
+    console(tmp_path / "far.log", 90, 99)
+    catalog = found(tmp_path)
+    assert owners(catalog) == {
+        "exp": ["exp.jsonl", *(f"slurm-{n}.out" for n in range(4))],
+        "far": ["far.log"],
+    }
+
+
 def test_a_console_takes_the_name_of_the_only_config_nearby(tmp_path):
     """Without any named log a Hydra folder tells what the console is of."""
     console(tmp_path / "train.log", 0, 9)
