@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from wandb.proto import wandb_internal_pb2 as pb
 
-from verl_logsync.transaction_log import Entry, read_records
+from verl_logsync.testing.builders import make_offline_run
+from verl_logsync.transaction_log import Entry, TransactionLogWriter, read_records
 
 RUN_ID = "richrun1"
 IMAGE, TABLE = "media/images/val/", "media/table/val/"
@@ -126,3 +128,26 @@ def test_a_resumed_rich_run_keeps_both_consoles(upload, outputs, tmp_path, one_r
     assert texts == [f"step:{step} - attempt:1" for step in range(10)] + [
         f"step:{step} - attempt:2" for step in range(6, 14)
     ]
+
+
+def test_secrets_in_the_console_of_an_offline_run_stay(outputs, upload, one_run):
+    """What an offline run recorded of the console, its files and its command line arrives without
+    the keys in it."""
+    secret = "sk-very-secret-0123456789abcdef"
+    folder = make_offline_run(outputs, "rich", range(5), rich=True)
+    (log,) = folder.glob("*.wandb")
+    texts = [f"{{'judge': {{'api_key': '{secret}'}}}}\n", f"'api_key': '{secret}'\n"]
+    records = [
+        pb.Record(output_raw=pb.OutputRawRecord(line=text)).SerializeToString() for text in texts
+    ]
+    payloads = [entry.payload for entry in read_records(log) if isinstance(entry, Entry)]
+    with TransactionLogWriter(log) as writer:
+        for payload in (*payloads[:-1], *records, payloads[-1]):
+            writer.write_payload(payload)
+    (folder / "files" / "output.log").write_text("".join(texts))
+    (folder / "files" / "config.yaml").write_text(f"api_key:\n  value: {secret}\n")
+    assert upload.here(outputs, final=True).code == 0
+    run = one_run()
+    held = repr(run.logs) + repr(run.config) + repr(run.files)
+    assert "api_key" in held
+    assert secret not in held

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from verl_logsync.columns import AXES, MISSING, decode
 from verl_logsync.discover import discover
 from verl_logsync.errors import NotALog
+from verl_logsync.hush import suspects
 from verl_logsync.model import LogFile, Reading, Skip, SkipReason
 from verl_logsync.secrets_mask import mask_text
 from verl_logsync.sources.console import Console
 from verl_logsync.sources.console import source as source_module
-from verl_logsync.sources.console.hush import suspects
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 MERGED = FIXTURES / "console/ray_0.9.1_merged/train.log"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -20,6 +21,7 @@ import pyarrow as pa
 from verl_logsync.columns import RUNTIME, STEP, TIMESTAMP, TableBuilder
 from verl_logsync.errors import LogsyncError, NotALog, UnreadableInput, quoted
 from verl_logsync.fingerprint import data_folders, essentials
+from verl_logsync.hush import hushed, hushed_lines
 from verl_logsync.interfaces import Candidate
 from verl_logsync.model import (
     MARKER_KEY,
@@ -35,7 +37,7 @@ from verl_logsync.model import (
     Stamp,
 )
 from verl_logsync.regular import read_start
-from verl_logsync.secrets_mask import mask_words
+from verl_logsync.secrets_mask import mask_config, mask_words
 from verl_logsync.transaction_log import (
     BLOCK_SIZE,
     UNKNOWN,
@@ -55,6 +57,9 @@ _FOLDER: Final = re.compile(r"^(offline-)?run-(\d{8})_(\d{6})-(.+)$")
 _RUN_ID: Final = re.compile(r"[^/\\#?%:.\x00-\x20][^/\\#?%:\x00-\x1f]{0,127}")
 # The run record comes first; the first row follows after a few records about the machine.
 _HEAD_RECORDS: Final = 400
+# The uploader makes these of the run's records, in which secrets are masked.
+_WRITTEN_ANEW: Final = frozenset({"config.yaml", "output.log", "wandb-summary.json"})
+_METADATA: Final = "wandb-metadata.json"
 _TAIL_BYTES: Final = 4 * BLOCK_SIZE
 _PASSED_ON: Final = frozenset({"alert", "use_artifact", "tbrecord", "preempting", "telemetry"})
 
@@ -350,7 +355,9 @@ class _Contents:
             found = list(self._matching(item.path))
             for path in found:
                 name = path.relative_to(self._folder / "files").as_posix()
-                self._files[name] = FileRef(name, path, item.policy, item.type)
+                if name not in _WRITTEN_ANEW:
+                    content = _masked_metadata(path) if name == _METADATA else None
+                    self._files[name] = FileRef(name, path, item.policy, item.type, content)
             if not found and not any(c in item.path for c in "*?["):
                 place = f"{self._file.place} (byte {entry.offset})"
                 hint = f"Copy it to {quoted(self._folder / 'files')} if it still exists"
@@ -411,6 +418,8 @@ class _Contents:
             detail = f"{self._unknown} records of kinds that this version of wandb does not know"
             self._skips.append(Skip(SkipReason.UNKNOWN_KIND, self._file.place, detail))
         console, unfinished = console_lines(self._console)
+        # What verl prints of its config names keys in clear.
+        console, unfinished = hushed_lines(console), hushed(unfinished)
         return Reading(
             self._table(),
             tuple(self._skips),
@@ -448,6 +457,15 @@ class _Contents:
             if any(time is not None for time in times):
                 columns[axis] = pa.array(times, type=pa.float64())
         return pa.table(columns | self._rows.columns())
+
+
+def _masked_metadata(path: Path) -> bytes:
+    """What W&B noted of the machine and the command line, without secrets."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return b"{}"
+    return json.dumps(mask_config(value) if isinstance(value, dict) else {}).encode()
 
 
 def _no_history(place: str) -> Skip:

@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from verl_logsync.model import Skip, SkipReason
-from verl_logsync.sources.console.blocks import Block, block_start, is_training_config
-from verl_logsync.sources.console.hush import (
+from verl_logsync.hush import (
     hush_broken_block,
     hush_everywhere,
     hushed,
@@ -18,6 +16,8 @@ from verl_logsync.sources.console.hush import (
     secrets_of,
     suspects,
 )
+from verl_logsync.model import Skip, SkipReason
+from verl_logsync.sources.console.blocks import Block, block_start, is_training_config
 from verl_logsync.sources.console.lines import (
     LONGEST_LINE,
     Content,

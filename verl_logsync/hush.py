@@ -64,6 +64,15 @@ def suspects(forms: Sequence[bytes]) -> Iterator[bytes]:
                 yield from lowered[low]
 
 
+def hushed_lines(lines: Sequence[str]) -> tuple[str, ...]:
+    """Lines without the secrets that `hushed` finds; most are not looked at closely."""
+    encoded = [line.encode(errors="replace") for line in lines]
+    flagged = set(suspects(encoded))
+    return tuple(
+        hushed(line) if raw in flagged else line for line, raw in zip(lines, encoded, strict=True)
+    )
+
+
 def lines_with(words: Sequence[bytes], lines: Sequence[bytes]) -> Iterator[bytes]:
     """The lines in which one of the words occurs; may give a line more than once."""
     text = b"\n".join(lines)
