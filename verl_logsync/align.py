@@ -156,16 +156,34 @@ def _refuse_restart(rows: _Rows, attempts: Sequence[AttemptReading]) -> None:
     for session in range(len(attempts)):
         trained = rows.steps[(rows.sessions == session) & rows.training]
         if len(trained) and trained.min() <= _LATEST_START < reached:
+            first = int(trained.min())
             place = attempts[session].readings[0][0].place
             raise RestartRefused(
-                f"starts again at step {trained.min()} although an earlier attempt of this run "
+                f"starts again at step {first} although an earlier attempt of this run "
                 f"reached step {reached}",
                 place=place,
-                hint=f"If it continues: --offset {quoted(f'{place}={reached}')}; if it replaces "
-                "what was before: --on-restart replace; if it is another run: --no-merge, or "
-                "--run NAME=GLOB",
+                hint=_restart_choices(place, _places(attempts[:session]), reached + 1 - first),
             )
         reached = max(reached, int(trained.max()) if len(trained) else 0)
+
+
+def _places(attempts: Sequence[AttemptReading]) -> set[str]:
+    return {file.place for attempt in attempts for file, _ in attempt.readings}
+
+
+def _restart_choices(place: str, earlier: set[str], offset: int) -> str:
+    """What the user may type. Options go by file: they cannot tell the starts in one file apart."""
+    replaces = "If it replaces what was before: --on-restart replace"
+    if place in earlier:
+        return (
+            f"{replaces}; if it continues, or is another run: one file holds both starts, so move "
+            f"the lines of the later start into a file of their own, beside {quoted(place)}"
+        )
+    return (
+        f"If it continues: --offset {quoted(f'{place}={offset}')}; if it replaces what was "
+        "before: --on-restart replace; if it is another run: "
+        f"--run {quoted(f'NEW_NAME={place}')}"
+    )
 
 
 # -- superseding ---------------------------------------------------------------------------
