@@ -158,9 +158,10 @@ def _refuse_restart(rows: _Rows, attempts: Sequence[AttemptReading]) -> None:
     for session in range(len(attempts)):
         trained = rows.steps[(rows.sessions == session) & rows.training]
         if len(trained) and trained.min() <= _LATEST_START < reached:
-            place, hint = _choices(attempts, session, reached)
+            first = int(trained.min())
+            place, hint = _choices(attempts, session, reached + 1 - first)
             raise RestartRefused(
-                f"starts again at step {trained.min()} although an earlier attempt of this run "
+                f"starts again at step {first} although an earlier attempt of this run "
                 f"reached step {reached}",
                 place=place,
                 hint=hint,
@@ -168,13 +169,13 @@ def _refuse_restart(rows: _Rows, attempts: Sequence[AttemptReading]) -> None:
         reached = max(reached, int(trained.max()) if len(trained) else 0)
 
 
-def _choices(attempts: Sequence[AttemptReading], session: int, reached: int) -> tuple[str, str]:
+def _choices(attempts: Sequence[AttemptReading], session: int, offset: int) -> tuple[str, str]:
     """Where an attempt begins at the beginning, and what a user may say about it."""
     places = [file.place for file, _ in attempts[session].readings]
     before = {file.place for attempt in attempts[:session] for file, _ in attempt.readings}
     halves = [place for place in places if place in before]
     if not halves:
-        offsets = " ".join(f"--offset {quoted(f'{place}={reached}')}" for place in places)
+        offsets = " ".join(f"--offset {quoted(f'{place}={offset}')}" for place in places)
         return places[0], (
             f"If it continues: {offsets}; if it replaces what was before: --on-restart replace; "
             "if it is another run: --no-merge, or --run NAME=GLOB"
@@ -182,7 +183,7 @@ def _choices(attempts: Sequence[AttemptReading], session: int, reached: int) -> 
     # An offset, and a run's name, count for a whole file.
     return halves[0], (
         "If it replaces what was before: --on-restart replace; if it continues, cut the file in "
-        f"two there and give the second one an --offset of {reached}; if it is another run, cut "
+        f"two there and give the second one an --offset of {offset}; if it is another run, cut "
         "it too and name that: --run NAME=GLOB"
     )
 

@@ -318,6 +318,16 @@ class Ledger:
         with self._transaction() as db:
             db.execute(f"INSERT OR REPLACE INTO runs VALUES ({marks})", row)  # noqa: S608 - marks only
 
+    def doubt(self, targets: Iterable[Target]) -> None:
+        """Look at these runs again next time, whatever becomes of them now."""
+        keys = [self._key(target) for target in targets]
+        with self._transaction() as db:
+            db.executemany(
+                "UPDATE runs SET recheck_at=0 "
+                "WHERE server=? AND entity=? AND project=? AND run_id=?",
+                keys,
+            )
+
     def _key(self, target: Target) -> tuple[str, str, str, str]:
         return self._server, target.entity, target.project, target.run_id
 

@@ -676,6 +676,7 @@ class Outcome:
 #: When several things went wrong the first of these that happened is the exit code.
 _WORST_FIRST = (
     ExitCode.INTERNAL,
+    ExitCode.USAGE,
     ExitCode.AUTH,
     ExitCode.UNREACHABLE,
     ExitCode.NOT_VERIFIED,

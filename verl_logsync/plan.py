@@ -216,8 +216,9 @@ class Situation:
     """Everything a plan depends on.
 
     `history` holds the rows that are ready, `held_back` more wait. `knows_less` says that the
-    server's rows came from logs of which only some are here; `recompute` asks for all rows to be
-    sent anew, for the sake of the derived columns.
+    server's rows came from logs of which only some are here; `recompute` asks for rows to be sent
+    anew, for the sake of the derived columns, but never the first `only_there`: these are nowhere
+    but on the server.
     """
 
     run: RunSources
@@ -234,6 +235,7 @@ class Situation:
     on_rewrite: OnRewrite = "rewind"
     derived: Derived = NOTHING_DERIVED
     recompute: bool = False
+    only_there: int = 0
 
 
 def make_plan(situation: Situation) -> UploadPlan:
@@ -264,9 +266,12 @@ def _decide(situation: Situation, relation: Comparison) -> _Decision:
     if remote is None:
         something = len(history) or any(e.events for _, e in situation.around.streams)
         return _Decision(Action.NEW if something else Action.NOTHING, 0)
-    if situation.recompute and len(history):
-        anew = replace(relation, shared=0, branch_step=None)
-        return _rewind(situation, anew, "all rows are sent anew because of --recompute")
+    kept = min(situation.only_there, relation.shared)
+    if situation.recompute and len(history) > kept:
+        branch = int(history.steps[kept - 1]) if kept else None
+        anew = replace(relation, shared=kept, branch_step=branch)
+        which = "all rows that the logs here hold" if kept else "all rows"
+        return _rewind(situation, anew, f"{which} are sent anew because of --recompute")
     to_send = len(history) - relation.shared
     if relation.extra == 0:
         if to_send and _would_shift(history, relation, remote):

@@ -42,6 +42,8 @@ SHIPPED: Final[tuple[tuple[str, Rule], ...]] = (
     ("*lr", "same"),
     ("*max*", "max"),
     ("*mem*", "max"),
+    ("*/min", "min"),
+    ("*timing*", "mean"),  # not a minimum, though it has the letters
     ("*min*", "min"),
     ("*num_tokens*", "sum"),
     ("*discount*", "mean"),

@@ -410,3 +410,82 @@ def test_links_are_followed_so_far_and_no_further(tmp_path):
     found, _ = api.scan([tmp_path / "far"], Settings())
     assert found.runs == ()
     assert any("links" in skip.detail for skip in found.skips)
+
+
+def test_a_restart_inside_one_file_names_no_flag_that_moves_both_starts(upload, tmp_path):
+    """`--offset` and `--run` go by file, so they are not offered for two starts in one file."""
+    rows = [*((step, {"actor/loss": 1.0}) for step in range(1, 11)), (1, {"actor/loss": 2.0})]
+    log = write_verl_log(tmp_path / "logs" / "grpo" / "exp.jsonl", rows)
+    os.utime(log, (time.time() - 7200,) * 2)
+    result = upload.here(tmp_path / "logs")
+    assert result.code == 3
+    hint = result.only["error"]["hint"]
+    assert "--on-restart replace" in hint
+    assert "--offset" not in hint
+
+
+def test_the_offset_of_a_restart_can_be_pasted(upload, server, tmp_path):
+    """The named offset puts the first step of the later file right after the earlier one's last."""
+    folder = tmp_path / "logs" / "grpo"
+    _log(folder / "exp.jsonl.1", range(10), 1.0, hours=4)
+    later = _log(folder / "exp.jsonl", range(5), 2.0)
+    hint = upload.here(tmp_path / "logs", merge="always").only["error"]["hint"]
+    (option,) = re.findall(r"--offset (\S+);", hint)
+    assert option == f"{later}=10"
+    assert upload.here(tmp_path / "logs", merge="always", offsets=((str(later), 10),)).code == 0
+    assert _steps(server) == [list(range(15))]
+
+
+def test_rules_that_cannot_be_read_are_a_usage_error(upload, tmp_path):
+    """A run that failed because of an option does not end with exit code 0."""
+    _log(tmp_path / "logs" / "grpo" / "exp.jsonl", range(3), 1.0)
+    rules = tmp_path / "rules.toml"
+    rules.write_text("no = = toml")
+    assert upload.here(tmp_path / "logs", rules=rules).code == 2
+
+
+def test_a_step_number_is_no_word_of_the_uploader(upload, server, tmp_path):
+    """A refused rewind to step 500 is a refusal, not a passing "500"."""
+    folder = tmp_path / "logs" / "grpo"
+    _log(folder / "exp.jsonl.1", range(1, 510), 1.0, hours=4)
+    assert upload.here(tmp_path / "logs").code == 0
+    _log(folder / "exp.jsonl", range(501, 520), 2.0)
+    no = '{"errors": [{"message": "rewind is not offered here"}]}'
+    server.faults.add(Fault("rewindRun", times=None, status=200, body=no))
+    result = upload.here(tmp_path / "logs")
+    assert (result.code, result.only["action"]) == (3, "kept old rows")
+    assert _steps(server) == [list(range(1, 520))]
+
+
+def test_recompute_never_takes_what_only_the_server_has(upload, server, tmp_path):
+    """Rows whose log verl truncated stay where they are when the others are sent anew."""
+    log = tmp_path / "logs" / "grpo" / "exp.jsonl"
+    _log(log, range(1, 31), 1.0, hours=4)
+    assert upload.here(tmp_path / "logs", stale_after=1e9).code == 0
+    _log(log, range(21, 41), 2.0)
+    assert upload.here(tmp_path / "logs").code == 0
+    assert upload.here(tmp_path / "logs", recompute=True).code == 0
+    assert [step for step, _ in server.runs[0].rewinds] == [20, 20]
+    assert _steps(server) == [list(range(1, 41))]
+
+
+def test_a_rewind_that_lost_its_rows_is_mended_though_no_file_changed(upload, server, tmp_path):
+    """What was confirmed before a rewind is not believed after it."""
+    _log(tmp_path / "logs" / "grpo" / "exp.jsonl", range(1, 11), 1.0)
+    assert upload.here(tmp_path / "logs").code == 0
+    server.faults.add(Fault("file_stream", times=None, status=400))
+    assert upload.here(tmp_path / "logs", recompute=True).code != 0
+    assert _steps(server) == [[]]
+    server.faults.clear()
+    assert upload.here(tmp_path / "logs").code == 0
+    assert _steps(server) == [list(range(1, 11))]
+
+
+def test_the_output_folder_may_hold_the_trainers_own_run(upload, offline_run, outputs):
+    """--output never replaces a run folder that the trainer wrote."""
+    folder = offline_run("first_0_29", outputs)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    result = upload.here(folder, mode="offline", output=outputs)
+    assert result.code == 2
+    assert "--output" in result.only["error"]["hint"]
+    assert {path: path.read_bytes() for path in outputs.rglob("*") if path.is_file()} == before

@@ -77,6 +77,8 @@ def merged(*values: Any, key: str = "x", rules: RankRules | None = None) -> Any:
         ("perf/total_num_tokens", 5),
         ("samples/count", 5),
         ("critic/discount_factor", 2.5),
+        ("timing_s/step", 2.5),
+        ("timing_s/agent_loop/generate_sequences/min", 1),
     ],
 )
 def test_names_tell_the_rule(key: str, expected: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,8 +32,9 @@ INDEXING, COMPLAINED = 30.0, 3.0
 #: A run is sent at most so often in one upload: a rewind, what it could not carry, and once more
 #: when the rewind was refused.
 _ROUNDS: Final = 3
-#: Words of the uploader about a failure that passes.
-_PASSING: Final = ("408", "413", "429", "500", "502", "503", "504", "timeout", "connection")
+#: Words of the uploader about a failure that passes, and how its words are quoted in a report.
+_PASSING: Final = re.compile(r"\b(408|413|429|500|502|503|504)\b|timeout|connection")
+_SAYS: Final = "the uploader says: "
 
 
 def carry_out(engine: Engine, sink: Sink, prepared: Sequence[Prepared]) -> list[Outcome]:
@@ -119,6 +121,9 @@ def _one_round(
 ) -> Iterator[tuple[Prepared, Outcome]]:
     sending = [item for item in prepared if item.plan.sends]
     parcels = [item.parcel for item in sending if item.parcel is not None]
+    if engine.ledger is not None and sending:
+        # Rows that are gone half-way through a rewind were confirmed once.
+        engine.ledger.doubt(map(_target, sending))
     sent = sink.send(parcels) if parcels else {}
     complained = any(s.error is not None or s.messages for s in sent.values())
     results = _read_back(engine, sink, sending, complained)
@@ -148,7 +153,7 @@ def _concluded(
         outcome = replace(outcome, rows_sent=0, error=error)
     elif verdict is None:
         outcome = replace(outcome, notes=(*outcome.notes, "NOT VERIFIED: --verify none"))
-    words = tuple(f"the uploader says: {m}" for m in said.messages[:5])
+    words = tuple(f"{_SAYS}{m}" for m in said.messages[:5])
     return replace(outcome, notes=(*outcome.notes, *words))
 
 
@@ -157,7 +162,10 @@ def _left_alone(engine: Engine, sink: Sink, item: Prepared) -> Outcome:
     verdict = None
     if engine.settings.verify == "full" and item.plan.action is Action.NOTHING and item.remote:
         verdict = verify_rows(item.plan, item.held, sink.rows(item.plan.target))
-    if item.plan.action is not Action.AHEAD and (verdict is None or verdict.agrees):
+    if verdict is not None and not verdict.agrees:
+        if engine.ledger is not None:
+            engine.ledger.doubt([item.plan.target])
+    elif item.plan.action is not Action.AHEAD:
         _remember(engine, item)
     return outcome_of(item, rows_sent=0, verdict=verdict)
 
@@ -222,7 +230,7 @@ def _next_plan(engine: Engine, sink: Sink, item: Prepared, outcome: Outcome) -> 
     if not agreed:
         if state is None or _was_rewound(plan, item.held, state):
             return None
-        if any(word in note for note in outcome.notes for word in _PASSING):
+        if any(n.startswith(_SAYS) and _PASSING.search(n) for n in outcome.notes):
             return None  # it may well rewind next time; adding rows now would only be undone
         sink.refuses_rewind(plan.target)
         return planned_with(engine, sink, item.loaded, state, None)

@@ -209,10 +209,19 @@ def planned_with(
         on_rewrite=settings.on_rewrite,
         derived=replace(loaded.derived, config={**loaded.derived.config, **_marks(loaded)}),
         recompute=recompute,
+        only_there=_only_there(loaded),
     )
     plan = make_plan(situation)
     parcel = sink.pack(plan) if plan.sends and sends(engine) else None
     return Prepared(loaded, ready, held, remote, plan, parcel)
+
+
+def _only_there(loaded: Loaded) -> int:
+    """How many rows at the beginning were read back from the server, since no log has them."""
+    if not loaded.continued:
+        return 0
+    from_files = loaded.history.attempts > 0
+    return int(from_files.argmax()) if from_files.any() else len(loaded.history)
 
 
 def _marks(loaded: Loaded) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_logsync.columns import STEP
-from verl_logsync.errors import LogsyncError, StateError
+from verl_logsync.errors import LogsyncError, StateError, UsageError
 from verl_logsync.interfaces import Parcel, Sent
 from verl_logsync.model import MARKER_KEY, Binding, Marker, RemoteState, Target, UploadPlan
 from verl_logsync.transaction_log import (
@@ -99,8 +99,8 @@ class OfflineDirSink:
         """Nothing was started."""
 
     def url(self, target: Target) -> str:
-        """The folder."""
-        return str(self._written[target][0])
+        """The folder; empty when the run could not be written."""
+        return str(self._written[target][0]) if target in self._written else ""
 
     def pack(self, plan: UploadPlan) -> Parcel:
         """Write the plan's folder beside its place."""
@@ -124,7 +124,10 @@ class OfflineDirSink:
         place = self._output / folder_name(parcel.plan)
         work = parcel.folder.parent
         try:
-            for old in self._output.glob(f"offline-run-*-{glob.escape(parcel.plan.target.run_id)}"):
+            olds = self._output.glob(f"offline-run-*-{glob.escape(parcel.plan.target.run_id)}")
+            for old in {place, *olds}:
+                if old.exists() and not _is_ours(old):
+                    return Sent(_not_ours(old))
                 if old != place:  # the same run, under an earlier estimate of its start
                     old.rename(work / old.name)
             if not _same(parcel.folder, place):
@@ -168,15 +171,33 @@ class OfflineDirSink:
 
 def _markers(output: Path) -> Iterator[tuple[Target, Marker]]:
     for log in sorted(output.glob("offline-run-*/run-*.wandb")):
-        try:
-            entry = next((e for e in read_records(log) if not isinstance(e, Damage)), None)
-            config = config_updates(entry.record) if entry and entry.kind == "run" else {}
-        except (LogsyncError, ValueError):
-            continue
-        marker = read_marker(config.get(MARKER_KEY))
-        if entry is not None and marker is not None:
-            run = entry.record.run
-            yield Target("", run.project, run.run_id), marker
+        yield from _marker_in(log)
+
+
+def _marker_in(log: Path) -> Iterator[tuple[Target, Marker]]:
+    """The marker of one log; nothing where the file is damaged or was not written by us."""
+    try:
+        entry = next((e for e in read_records(log) if not isinstance(e, Damage)), None)
+        config = config_updates(entry.record) if entry and entry.kind == "run" else {}
+    except (LogsyncError, ValueError):
+        return
+    marker = read_marker(config.get(MARKER_KEY))
+    if entry is not None and marker is not None:
+        run = entry.record.run
+        yield Target("", run.project, run.run_id), marker
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a run folder was written by this tool, so that it may be replaced."""
+    return any(True for log in folder.glob("run-*.wandb") for _ in _marker_in(log))
+
+
+def _not_ours(place: Path) -> UsageError:
+    return UsageError(
+        "holds a run that the trainer wrote; it is not replaced",
+        place=str(place),
+        hint="Give another folder with --output",
+    )
 
 
 def _unwritable(place: Path, error: OSError) -> StateError:
