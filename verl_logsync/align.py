@@ -159,7 +159,7 @@ def _refuse_restart(rows: _Rows, attempts: Sequence[AttemptReading]) -> None:
         trained = rows.steps[(rows.sessions == session) & rows.training]
         if len(trained) and trained.min() <= _LATEST_START < reached:
             first = int(trained.min())
-            place, hint = _choices(attempts, session, reached + 1 - first)
+            place, hint = _choices(attempts, session, reached)
             raise RestartRefused(
                 f"starts again at step {first} although an earlier attempt of this run "
                 f"reached step {reached}",

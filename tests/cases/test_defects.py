@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from verl_logsync import api
+from verl_logsync.errors import UsageError
 from verl_logsync.jsonlines import read_lines
 from verl_logsync.secrets_mask import mask_config
 from verl_logsync.settings import Settings
@@ -421,27 +422,28 @@ def test_a_restart_inside_one_file_names_no_flag_that_moves_both_starts(upload, 
     assert result.code == 3
     hint = result.only["error"]["hint"]
     assert "--on-restart replace" in hint
-    assert "--offset" not in hint
+    assert f"--offset {log}" not in hint
 
 
 def test_the_offset_of_a_restart_can_be_pasted(upload, server, tmp_path):
-    """The named offset puts the first step of the later file right after the earlier one's last."""
+    """The named offset puts the beginning of the later file at the end of the earlier one."""
     folder = tmp_path / "logs" / "grpo"
     _log(folder / "exp.jsonl.1", range(10), 1.0, hours=4)
     later = _log(folder / "exp.jsonl", range(5), 2.0)
     hint = upload.here(tmp_path / "logs", merge="always").only["error"]["hint"]
     (option,) = re.findall(r"--offset (\S+);", hint)
-    assert option == f"{later}=10"
-    assert upload.here(tmp_path / "logs", merge="always", offsets=((str(later), 10),)).code == 0
-    assert _steps(server) == [list(range(15))]
+    assert option == f"{later}=9"
+    assert upload.here(tmp_path / "logs", merge="always", offsets=((str(later), 9),)).code == 0
+    assert _steps(server) == [list(range(14))]
 
 
 def test_rules_that_cannot_be_read_are_a_usage_error(upload, tmp_path):
-    """A run that failed because of an option does not end with exit code 0."""
+    """Rules that are no TOML are said before anything is sent."""
     _log(tmp_path / "logs" / "grpo" / "exp.jsonl", range(3), 1.0)
     rules = tmp_path / "rules.toml"
     rules.write_text("no = = toml")
-    assert upload.here(tmp_path / "logs", rules=rules).code == 2
+    with pytest.raises(UsageError, match="not a TOML file"):
+        upload.here(tmp_path / "logs", rules=rules)
 
 
 def test_a_step_number_is_no_word_of_the_uploader(upload, server, tmp_path):
