@@ -16,10 +16,10 @@ from typing import Any, Final, Literal
 import numpy as np
 import pyarrow as pa
 
-from verl_logsync.columns import AXES, MISSING, STEP, as_numbers, concat, decode, to_json
+from verl_logsync.columns import AXES, MISSING, ROUNDING, STEP, as_numbers, concat, decode, to_json
 from verl_logsync.errors import OverlapRefused, RestartRefused, quoted
 from verl_logsync.model import Account, AttemptReading, Clock, Conflict, History, Origin
-from verl_logsync.verl_keys import training_rows
+from verl_logsync.verl_keys import LATEST_START, training_rows
 
 OnOverlap = Literal["last", "first", "both", "error"]
 OnRestart = Literal["ask", "replace"]
@@ -28,12 +28,8 @@ OnRestart = Literal["ask", "replace"]
 CONFLICTS_KEPT: Final = 20
 #: A log that prints three decimals is less precise than any that does not.
 _ROUNDED: Final = 100
-#: Runs start at step 0 (validation before training) or 1; what starts later was resumed.
-_LATEST_START: Final = 1
 #: So many stretches of steps are written out.
 _SPANS: Final = 5
-#: Relative difference up to which two prints of one number are the same.
-ROUNDING: Final = 1e-6
 
 _Ints = np.ndarray[Any, np.dtype[np.int64]]
 _Bools = np.ndarray[Any, np.dtype[np.bool_]]
@@ -154,10 +150,10 @@ def _gather(attempts: Sequence[AttemptReading], precisions: Mapping[str, int]) -
 
 def _refuse_restart(rows: _Rows, attempts: Sequence[AttemptReading]) -> None:
     """A job that counts from 0 again may continue the one before it, or replace it."""
-    reached = _LATEST_START
+    reached = LATEST_START
     for session in range(len(attempts)):
         trained = rows.steps[(rows.sessions == session) & rows.training]
-        if len(trained) and trained.min() <= _LATEST_START < reached:
+        if len(trained) and trained.min() <= LATEST_START < reached:
             first = int(trained.min())
             place, hint = _choices(attempts, session, reached)
             raise RestartRefused(

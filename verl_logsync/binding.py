@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from verl_logsync.errors import UnreadableInput, UsageError
+from verl_logsync.errors import UnreadableInput, UsageError, quoted
 from verl_logsync.regular import read_start
 
 #: Its usual name.
@@ -41,11 +41,11 @@ def read_binding(folder: str | os.PathLike[str], file_name: str = BINDING_FILE) 
         return ""
     except OSError as error:
         raise UnreadableInput(
-            f"cannot be read: {error.strerror}", place=str(path), hint=f"See: ls -l {str(path)!r}"
+            f"cannot be read: {error.strerror}", place=str(path), hint=f"See: ls -l {quoted(path)}"
         ) from error
     if not is_run_id(text):
         raise UnreadableInput(
-            f"holds no run id: {text[:40]!r}", place=str(path), hint=f"See: cat {str(path)!r}"
+            f"holds no run id: {text[:40]!r}", place=str(path), hint=f"See: cat {quoted(path)}"
         )
     return text
 
@@ -74,7 +74,7 @@ def bind_checkpoint(
         raise UsageError(
             f"belongs to run {known}, not to {run_id}",
             place=str(path),
-            hint=f"If that is wrong, remove it first: rm {str(path)!r}",
+            hint=f"If that is wrong, remove it first: rm {quoted(path)}",
         )
     return path
 

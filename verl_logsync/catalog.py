@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
@@ -20,6 +19,7 @@ from typing import Final, Literal
 from verl_logsync.attach import adopted, attach, unclear
 from verl_logsync.binding import is_run_id
 from verl_logsync.discover import Found
+from verl_logsync.errors import quoted
 from verl_logsync.fingerprint import Essentials, digest, disagreements
 from verl_logsync.model import (
     TRAINED,
@@ -33,9 +33,8 @@ from verl_logsync.model import (
     Target,
     short_digest,
 )
+from verl_logsync.verl_keys import LATEST_START
 
-#: Runs start at step 0 (validation before training) or 1; what starts later was resumed.
-_LATEST_START: Final = 1
 # EXP.jsonl.2 is older than EXP.jsonl.1, EXP.attempt1.jsonl and EXP.20250405_142311.jsonl than later
 # ones, and all of them than EXP.jsonl.
 _ROTATED: Final = re.compile(r"\.(?:jsonl|log|out|txt)\.(\d{1,6})(?:\.\w+)?$")
@@ -106,7 +105,7 @@ def _starts_over(file: LogFile) -> bool:
     A validation-only record at step 1 was made by a job that resumed from checkpoint 1.
     """
     first, validates = file.facts.first_step, file.facts.opens_with_validation
-    return first == 0 or (first == _LATEST_START and not validates)
+    return first == 0 or (first == LATEST_START and not validates)
 
 
 def _begins(run: RunSources) -> bool:
@@ -452,7 +451,7 @@ def _start_order(file: LogFile) -> tuple[float, int, float, str]:
 def _content_order(file: LogFile) -> tuple[int, bool, tuple[int, int], float, str]:
     facts = file.facts
     first = facts.first_step if facts.first_step is not None else 0
-    resumed = first > 1 and facts.opens_with_validation
+    resumed = first > LATEST_START and facts.opens_with_validation
     # Copying a file may change its modification time, and hardly ever its name.
     return first, resumed, _age(file), file.stamp.mtime, file.place
 
@@ -655,8 +654,7 @@ def _predecessor(run: RunSources, first: int, runs: Sequence[RunSources]) -> Run
 
 def _merge_hint(run: RunSources, before: RunSources, first: int) -> str:
     flags = " ".join(
-        f"--run {shlex.quote(f'{before.name}={file.place}')}"
-        for file in (before.files[0], run.files[0])
+        f"--run {quoted(f'{before.name}={file.place}')}" for file in (before.files[0], run.files[0])
     )
     return (
         f"starts at step {first}, inside or at the end of {before.name}: it looks like a resumed "

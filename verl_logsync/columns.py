@@ -29,6 +29,9 @@ import pyarrow as pa
 #: Integers up to this size are exact as float64, so a number column may hold them.
 EXACT: Final = 2**53
 
+#: Relative difference up to which two prints of one number are the same.
+ROUNDING: Final = 1e-6
+
 #: Lists and objects nested more deeply than this are no metric.
 DEEPEST: Final = 64
 

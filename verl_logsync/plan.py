@@ -492,7 +492,13 @@ def _filled(
         started_at=situation.started_at,
         new_run=situation.remote is None,
         expect=_NO_EXPECTATION,
-        notes=(*decision.notes, *ready.notes, *_version_note(situation), *situation.derived.notes),
+        notes=(
+            *decision.notes,
+            *ready.notes,
+            *_version_note(situation),
+            *_late_note(situation, decision),
+            *situation.derived.notes,
+        ),
         alerts=_alerts(situation),
         tags=_tags(situation),
     )
@@ -528,6 +534,22 @@ def _version_note(situation: Situation) -> tuple[str, ...]:
     return (
         f"diagnostics are of version {version}, those of earlier rows of version {known}: "
         "--recompute sends all rows anew",
+    )
+
+
+def _late_note(situation: Situation, decision: _Decision) -> tuple[str, ...]:
+    """Dumps that came after their rows were sent give those rows nothing any more."""
+    remote, history = situation.remote, situation.history
+    if remote is None or not remote.key_counts or decision.action is Action.REWIND:
+        return ()
+    names = _countable(history) & history.added
+    here = key_counts(history.head(decision.first_row))
+    late = sorted(n for n in names if here.get(n, 0) > remote.key_counts.get(n, 0))
+    if not late:
+        return ()
+    return (
+        f"{len(late)} derived columns ({', '.join(late[:2])}, ...) came after their rows: "
+        "--recompute sends these rows anew",
     )
 
 

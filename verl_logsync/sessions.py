@@ -15,17 +15,15 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 
-from verl_logsync.columns import STEP, as_numbers
+from verl_logsync.columns import ROUNDING, STEP, as_numbers
 from verl_logsync.model import Attempt, AttemptReading, LogFile, PassThrough, Reading, Restart
 from verl_logsync.ranks import RankRules, merge_ranks
-from verl_logsync.verl_keys import COUNTERS, training_keys, training_rows
+from verl_logsync.verl_keys import COUNTERS, LATEST_START, training_keys, training_rows
 
 #: Recorded starts of the ranks of one attempt lie closer together than this, in seconds.
 _SAME_START: Final = 900.0
 #: So many steps that two pieces share are compared, and of their values this share must agree.
 _COMPARED, _AGREEING = 24, 0.9
-#: Relative difference up to which two prints of one number are the same.
-_ROUNDING: Final = 1e-6
 
 _Ints = np.ndarray[Any, np.dtype[np.int64]]
 _Bools = np.ndarray[Any, np.dtype[np.bool_]]
@@ -246,8 +244,9 @@ def _started_together(one: _Piece, other: _Piece) -> bool:
 
 def _same_first_step(one: _Piece, other: _Piece) -> bool:
     first, second = one.first_step, other.first_step
-    # A run starts at 0 (validation before training) or 1.
-    return None in (first, second) or first == second or max(first or 0, second or 0) <= 1
+    if first is None or second is None or first == second:
+        return True
+    return max(first, second) <= LATEST_START
 
 
 def _agree(one: Reading, other: Reading) -> bool | None:
@@ -268,7 +267,7 @@ def _agree(one: Reading, other: Reading) -> bool | None:
         ours = as_numbers(one.rows.column(name).take(left))
         theirs = as_numbers(other.rows.column(name).take(right))
         usable = np.isfinite(ours) & np.isfinite(theirs)
-        close = np.isclose(ours, theirs, rtol=_ROUNDING, atol=slack) & usable
+        close = np.isclose(ours, theirs, rtol=ROUNDING, atol=slack) & usable
         total += int(usable.sum())
         same += int(close.sum())
     return same >= _AGREEING * total if total > 2 else None

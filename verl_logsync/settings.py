@@ -107,7 +107,8 @@ class Settings:
         return repr(
             (
                 *(self.on_overlap, self.keep_tail, self.on_rewrite, self.on_restart, self.runtime),
-                *(self.final, self.runs, self.merge, self.offsets),
+                *(self.settle, self.stale_after, self.final),
+                *(self.runs, self.merge, self.offsets),
                 *(self.rank_rules, self.per_rank, self.rank_spread),
                 *(self.diagnostics, self.rules, self.device_memory_gb, self.success_threshold),
                 *(self.answer_pattern, self.format_pattern, self.tables_every),

@@ -15,6 +15,9 @@ _VALIDATION: Final = ("val-core/", "val-aux/", "val/", "eval/")
 # time, and DAPO's extra record with nothing but the time of saving (prefix `timing/`).
 _AROUND: Final = ("timing_s/testing", "timing_s/save_checkpoint", "timing/")
 
+#: Runs start at step 0 (validation before training) or 1; what starts later was resumed.
+LATEST_START: Final = 1
+
 #: What counts the progress of a training besides its steps.
 COUNTERS: Final = ("training/global_step", "training/epoch", "perf/total_num_tokens")
 

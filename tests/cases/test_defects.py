@@ -491,3 +491,24 @@ def test_the_output_folder_may_hold_the_trainers_own_run(upload, offline_run, ou
     assert result.code == 2
     assert "--output" in result.only["error"]["hint"]
     assert {path: path.read_bytes() for path in outputs.rglob("*") if path.is_file()} == before
+
+
+def test_another_patience_looks_again(upload, tmp_path):
+    """A run that --stale-after now calls over is finished, though no file changed."""
+    _log(tmp_path / "logs" / "grpo" / "exp.jsonl", range(3), 1.0, hours=0.2)
+    assert upload.here(tmp_path / "logs").only["state"] == "running"
+    assert upload.here(tmp_path / "logs", stale_after=60).only["state"] == "finished"
+
+
+def test_dumps_that_came_late_are_said(upload, fixture_files, tmp_path):
+    """Rows that were sent before their dumps came are not changed, and the flag is named."""
+    rows = [(step, {"actor/loss": 1.0}) for step in (1, 2)]
+    log = write_verl_log(tmp_path / "logs" / "grpo" / "exp.jsonl", rows)
+    os.utime(log, (time.time() - 7200,) * 2)
+    assert upload.here(tmp_path / "logs").code == 0
+    dumps = next((fixture_files / "rollouts" / "v0_0.8").rglob("1.jsonl")).parent
+    shutil.copytree(dumps, tmp_path / "logs" / "grpo" / "rollouts")
+    late = upload.here(tmp_path / "logs", final=True)
+    assert (late.code, late.rows_sent) == (0, 0)
+    assert any("--recompute" in note for note in late.only["notes"])
+    assert upload.here(tmp_path / "logs", final=True, recompute=True).rows_sent == 2

@@ -10,11 +10,10 @@ import pyarrow as pa
 import pytest
 
 from verl_logsync.columns import decode
-from verl_logsync.diagnostics.groups import DESCRIBED, grpo_columns, prompts_seen_before
+from verl_logsync.diagnostics.groups import DESCRIBED, grpo_columns
 from verl_logsync.rollouts.reduce import reduce_file
 from verl_logsync.rollouts.values import (
     ExtraStatistics,
-    Groups,
     Histogram,
     ReductionOptions,
     StepReduction,
@@ -128,14 +127,3 @@ def test_an_extra_may_have_any_name() -> None:
     assert table.column("rollout_extra/a/b c/mean").to_pylist() == [1]
     text = table.column("reward/group_distribution").to_pylist()[0]
     assert json.loads(text) == {"_type": "histogram", "bins": [0, 1], "values": [1]}
-
-
-def test_prompts_seen_before() -> None:
-    """Two of four prompts of step 2 were in step 1; validations do not count."""
-
-    def step(number: int, prompts: str, kind: str = "train") -> StepReduction:
-        groups = Groups(tuple(prompts), *((1,) * len(prompts) for _ in range(3)))
-        return StepReduction(number, "", kind, rows=9, groups=groups)  # type: ignore[arg-type]
-
-    found = prompts_seen_before([step(2, "abxy"), step(1, "abcd"), step(1, "x", "validation")])
-    assert found == {1: 0, 2: 0.5}

@@ -7,6 +7,8 @@ from collections import Counter
 import pytest
 from wandb.proto import wandb_internal_pb2 as pb
 
+from verl_logsync.discover import discover
+from verl_logsync.sources.offline_run import OfflineRun
 from verl_logsync.testing.builders import make_offline_run
 from verl_logsync.transaction_log import Entry, TransactionLogWriter, read_records
 
@@ -151,3 +153,16 @@ def test_secrets_in_the_console_of_an_offline_run_stay(outputs, upload, one_run)
     held = repr(run.logs) + repr(run.config) + repr(run.files)
     assert "api_key" in held
     assert secret not in held
+
+
+def test_what_is_printed_before_the_first_row_hides_no_step(offline_run, log_of, outputs):
+    """The steps of an offline run are known, however much was printed until training began."""
+    log = log_of(offline_run("first_0_29"))
+    line = pb.Record(output_raw=pb.OutputRawRecord(line="loading\n")).SerializeToString()
+    payloads = [entry.payload for entry in read_records(log) if isinstance(entry, Entry)]
+    with TransactionLogWriter(log) as writer:
+        for payload in (payloads[0], *[line] * 5000, *payloads[1:]):
+            writer.write_payload(payload)
+    (file,) = discover([outputs], [OfflineRun()]).files
+    assert (file.facts.first_step, file.facts.last_step) == (0, 29)
+    assert file.facts.training_digest

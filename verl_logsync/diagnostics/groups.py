@@ -374,19 +374,3 @@ def _solved(counts: tuple[int, ...]) -> Histogram:
     width = -(-len(counts) // MOST_BINS)
     merged = tuple(sum(counts[start : start + width]) for start in range(0, len(counts), width))
     return Histogram(tuple(width * i - 0.5 for i in range(len(merged) + 1)), merged)
-
-
-def prompts_seen_before(reductions: Iterable[StepReduction]) -> dict[int, float]:
-    """By step: the share of a training step's groups whose prompt an earlier one of the given
-    steps had. 0 within the first epoch; it depends on which dumps are still there, so it is no
-    column.
-    """
-    seen: set[str] = set()
-    shares: dict[int, float] = {}
-    for reduction in sorted(reductions, key=lambda r: r.step):
-        prompts = [prompt for prompt in reduction.groups.prompts if prompt]
-        if reduction.kind == "validation" or not prompts:
-            continue
-        shares[reduction.step] = sum(prompt in seen for prompt in prompts) / len(prompts)
-        seen.update(prompts)
-    return shares

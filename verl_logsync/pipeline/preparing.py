@@ -29,7 +29,7 @@ from verl_logsync.pipeline.loading import Loaded, load, stored_attempt
 from verl_logsync.plan import Held, Situation, held_from_rows, held_rows, make_plan
 from verl_logsync.readiness import Patience, Readiness, judge
 from verl_logsync.settings import Settings
-from verl_logsync.verl_keys import is_training_key
+from verl_logsync.verl_keys import LATEST_START, is_training_key
 
 #: The config key of a run that says how exact its data are: where times come from, and which keys
 #: were printed as 0 although they may only be small.
@@ -112,7 +112,7 @@ def _pins(remote: RemoteState | None, confirmed: Confirmed | None) -> Mapping[st
 
 def _starts_late(loaded: Loaded, confirmed: Confirmed | None) -> bool:
     """Whether the server may hold rows from before the first row that is left on disk."""
-    if not len(loaded.history) or loaded.history.steps[0] <= 1:
+    if not len(loaded.history) or loaded.history.steps[0] <= LATEST_START:
         return False
     return confirmed is None or bool(confirmed.steps[0] < loaded.history.steps[0])
 

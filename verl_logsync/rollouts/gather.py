@@ -15,7 +15,6 @@ from verl_logsync.rollouts.grouping import GroupKeys
 from verl_logsync.rollouts.records import Block, key_set
 from verl_logsync.rollouts.values import ReductionOptions
 
-_NUMERIC: Final = frozenset({float, int, bool})
 _STEPS_KEPT: Final = 100
 
 

@@ -21,7 +21,7 @@ import pyarrow as pa
 from verl_logsync.columns import RUNTIME, STEP, TIMESTAMP, TableBuilder
 from verl_logsync.errors import LogsyncError, NotALog, UnreadableInput, quoted
 from verl_logsync.fingerprint import data_folders, essentials
-from verl_logsync.hush import hushed, hushed_lines
+from verl_logsync.hush import hush_everywhere, hushed, hushed_lines, secrets_of
 from verl_logsync.interfaces import Candidate
 from verl_logsync.model import (
     MARKER_KEY,
@@ -55,8 +55,9 @@ from verl_logsync.verl_keys import is_validation_only
 
 _FOLDER: Final = re.compile(r"^(offline-)?run-(\d{8})_(\d{6})-(.+)$")
 _RUN_ID: Final = re.compile(r"[^/\\#?%:.\x00-\x20][^/\\#?%:\x00-\x1f]{0,127}")
-# The run record comes first; the first row follows after a few records about the machine.
-_HEAD_RECORDS: Final = 400
+# The run record comes first; the first row follows what is printed until then: the config, how the
+# model is loaded, a validation. So far into a file it is looked for.
+_SEARCHED: Final = 16 << 20
 # The uploader makes these of the run's records, in which secrets are masked.
 _WRITTEN_ANEW: Final = frozenset({"config.yaml", "output.log", "wandb-summary.json"})
 _METADATA: Final = "wandb-metadata.json"
@@ -137,8 +138,8 @@ def _unreadable(path: Path, error: OSError) -> Skip:
 
 def _facts(path: Path, stamp: Stamp) -> Facts:
     facts = _facts_of_name(path)
-    for number, entry in enumerate(read_records(path)):
-        if isinstance(entry, Damage) or number > _HEAD_RECORDS:
+    for entry in read_records(path):
+        if isinstance(entry, Damage) or entry.offset > _SEARCHED:
             break
         if entry.kind == "run":
             facts = _facts_of_run(entry.record, facts)
@@ -418,8 +419,10 @@ class _Contents:
             detail = f"{self._unknown} records of kinds that this version of wandb does not know"
             self._skips.append(Skip(SkipReason.UNKNOWN_KIND, self._file.place, detail))
         console, unfinished = console_lines(self._console)
-        # What verl prints of its config names keys in clear.
-        console, unfinished = hushed_lines(console), hushed(unfinished)
+        # What verl prints of its config names keys in clear, and programs print them anywhere.
+        lines = [*hushed_lines(console), hushed(unfinished)]
+        hush_everywhere(lines, secrets_of(self._config))
+        console, unfinished = tuple(lines[:-1]), lines[-1]
         return Reading(
             self._table(),
             tuple(self._skips),

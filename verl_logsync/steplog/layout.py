@@ -13,8 +13,6 @@ SCHEMA: Final = 1
 
 #: How every header line begins.
 HEADER_START: Final = b'{"step_log":'
-#: How every record line begins.
-RECORD_START: Final = b'{"step":'
 #: How the last record of a logger that was closed begins.
 END_START: Final = b'{"end":'
 
