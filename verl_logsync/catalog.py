@@ -19,7 +19,7 @@ from typing import Final, Literal
 from verl_logsync.attach import adopted, attach, unclear
 from verl_logsync.binding import is_run_id
 from verl_logsync.discover import Found
-from verl_logsync.errors import quoted
+from verl_logsync.errors import as_run
 from verl_logsync.fingerprint import Essentials, digest, disagreements
 from verl_logsync.model import (
     TRAINED,
@@ -653,9 +653,7 @@ def _predecessor(run: RunSources, first: int, runs: Sequence[RunSources]) -> Run
 
 
 def _merge_hint(run: RunSources, before: RunSources, first: int) -> str:
-    flags = " ".join(
-        f"--run {quoted(f'{before.name}={file.place}')}" for file in (before.files[0], run.files[0])
-    )
+    flags = as_run(before.name, [before.files[0].place, run.files[0].place])
     return (
         f"starts at step {first}, inside or at the end of {before.name}: it looks like a resumed "
         f"attempt of it. To merge the two add {flags}"

@@ -23,6 +23,7 @@ to type: `message`, `place` and `hint` are kept apart so that reports can lay th
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import ClassVar
 
@@ -129,6 +130,11 @@ class StateError(LogsyncError):
 
 class InputWarning(UserWarning):
     """Something could not be read and was left out, where no report can say so."""
+
+
+def as_run(name: str, places: Iterable[str]) -> str:
+    """The flags that make some logs one run of that name, to be pasted."""
+    return " ".join(f"--run {quoted(f'{name}={place}')}" for place in places)
 
 
 def quoted(path: object) -> str:

@@ -19,7 +19,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from verl_logsync.errors import ExitCode, LogsyncError
+from verl_logsync.errors import ExitCode, LogsyncError, as_run
 
 if TYPE_CHECKING:
     import numpy as np
@@ -251,6 +251,11 @@ class RunSources:
     def files(self) -> tuple[LogFile, ...]:
         logs = tuple(f for attempt in self.attempts for f in attempt.files)
         return logs + self.configs + self.rollouts
+
+    def as_new_run(self) -> str:
+        """The flags that make another run of its logs, to be pasted."""
+        logs = dict.fromkeys(file.place for a in self.attempts for file in a.files)
+        return as_run(f"{self.name}-2", logs)
 
     @property
     def changed_at(self) -> float:

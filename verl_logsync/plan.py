@@ -1,194 +1,33 @@
-"""History minus what the server holds -> an UploadPlan.
-
-`compare` says how much of the history is on the server already, and admits when counts alone
-cannot tell; `make_plan` turns that into one action.
-"""
+"""History minus what the server holds -> an UploadPlan."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Generic, Literal, TypeVar
+from typing import Any, Final, Literal
 
 import numpy as np
-import pyarrow as pa
 
 from verl_logsync.assemble import Surroundings, summarise
-from verl_logsync.columns import AXES, STEP, TableBuilder
-from verl_logsync.config_files import artifact_name
+from verl_logsync.columns import STEP
 from verl_logsync.digests import canonical, overall_digest, row_digests
+from verl_logsync.held import Comparison, Held, compare, countable_keys, key_counts
+from verl_logsync.lacking import Lacking, lacking, nothing_but_rows
 from verl_logsync.model import (
     Action,
     Alert,
-    Confirmed,
     Expectation,
-    FileRef,
     History,
     Marker,
     PassThrough,
     RemoteState,
     RunSources,
-    Segment,
     UploadPlan,
 )
 from verl_logsync.readiness import Readiness
 
 OnRewrite = Literal["rewind", "keep"]
-
-
-_T = TypeVar("_T")
-_Ints = np.ndarray[Any, np.dtype[np.int64]]
 _Hashes = np.ndarray[Any, np.dtype[np.uint64]]
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """The rows that the server holds: their steps and digests, in stored order."""
-
-    steps: _Ints
-    digests: _Hashes
-
-
-NOTHING_HELD: Final = Held(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.uint64))
-
-
-def held_rows(
-    history: History, remote: RemoteState | None, confirmed: Confirmed | None
-) -> Held | None:
-    """What the server holds, as far as counts and memory prove it; None: the rows must be read.
-
-    Memory (the ledger) is believed when the server's line count, last step and marker agree with
-    it: another machine may have replaced rows since.
-    Without memory the marker in the run's config is: its digest must match the history's rows
-    up to its step, and the server's line count and the counts of every key must match too.
-    """
-    if remote is None or remote.lines == 0:
-        return NOTHING_HELD
-    if (
-        confirmed is not None
-        and len(confirmed.steps) == remote.lines
-        and int(confirmed.steps[-1]) == remote.last_step
-        and remote.marker is not None
-        and remote.marker.digest == overall_digest(confirmed.digests)
-    ):
-        return Held(confirmed.steps, confirmed.digests)
-    if remote.marker is None or remote.last_step != remote.marker.last_step:
-        return None
-    count = int(np.searchsorted(history.steps, remote.marker.last_step, side="right"))
-    part = history.head(count)
-    digests = row_digests(part)
-    if count != remote.lines or overall_digest(digests) != remote.marker.digest:
-        return None
-    logged = _countable(part) - history.added - remote.marker.added
-    counts = {k: n for k, n in key_counts(part).items() if k in logged}
-    if differing_counts(counts, remote.key_counts):
-        return None
-    return Held(part.steps, digests)
-
-
-def held_from_rows(rows: Iterable[Mapping[str, Any]], added: Collection[str]) -> Held:
-    """The same from the rows themselves, as the server returns them.
-
-    Args:
-        added: derived columns, which are no part of a row's identity.
-    """
-    left_out = {*AXES, *added}
-    builder = TableBuilder()
-    steps: list[int] = []
-    for row in rows:
-        steps.append(int(row.get(STEP, -1)))
-        builder.add({key: value for key, value in row.items() if key not in left_out})
-    table = pa.table({STEP: pa.array(steps, type=pa.int64()), **builder.columns()})
-    history = History(table, np.zeros(len(steps), dtype=np.int64))
-    return Held(history.steps, row_digests(history))
-
-
-def key_counts(history: History, first_row: int = 0) -> dict[str, int]:
-    """How many rows (from `first_row` on) have each key."""
-    counts = {}
-    for name in history.table.column_names:
-        column = history.table.column(name).slice(first_row)
-        count = len(column) - column.null_count
-        if count:
-            counts[name] = count
-    return counts
-
-
-def _countable(history: History) -> set[str]:
-    """The keys that a server lists by their own name: not objects, which may be listed under
-    their parts (`KEY._type`), nor empty ones, which are absent on the wire.
-    """
-    names = [name for name in history.table.column_names if name not in AXES]
-    objects = {name for name in names if _holds_objects(history.table.column(name))}
-    return {n for n in names if n not in objects and n.partition(".")[0] not in objects}
-
-
-def _holds_objects(column: pa.ChunkedArray) -> bool:
-    if not pa.types.is_string(column.type):
-        return False
-    return any(text is not None and text.startswith("{") for text in column.to_pylist())
-
-
-def differing_counts(meant: Mapping[str, int], found: Mapping[str, int]) -> dict[str, str]:
-    """Keys whose row counts differ. A server that lists no keys at all proves nothing."""
-    if not found:
-        return {}
-    return {
-        key: f"{count} rows meant, {found.get(key, 0)} found"
-        for key, count in meant.items()
-        if key not in AXES and found.get(key, 0) != count
-    }
-
-
-# -- comparing -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """How a history and the server's rows relate.
-
-    The first `shared` rows of the history are held as they are; `extra` held rows follow them
-    (changed ones, or ones beyond the history's end), of which `changed` are the steps that the
-    history states otherwise and `repeated` those held more than once or out of order.
-    `branch_step` is the last shared step, `last_held` the highest step held.
-    """
-
-    shared: int
-    extra: int
-    changed: tuple[int, ...]
-    repeated: tuple[int, ...]
-    branch_step: int | None
-    last_held: int | None
-
-
-def compare(meant: Held, held: Held) -> Comparison:
-    """Find the first row in which what is meant and what is held differ."""
-    steps, digests = meant.steps, meant.digests
-    length = min(len(steps), len(held.steps))
-    same = (steps[:length] == held.steps[:length]) & (digests[:length] == held.digests[:length])
-    shared = length if bool(same.all()) else int(np.argmin(same))
-    return Comparison(
-        shared,
-        len(held.steps) - shared,
-        _changed(steps[shared:], digests[shared:], held, shared),
-        _repeated(held.steps),
-        int(steps[shared - 1]) if shared else None,
-        int(held.steps.max()) if len(held.steps) else None,
-    )
-
-
-def _changed(steps: _Ints, digests: _Hashes, held: Held, shared: int) -> tuple[int, ...]:
-    meant = dict(zip(steps.tolist(), digests.tolist(), strict=True))
-    found = zip(held.steps[shared:].tolist(), held.digests[shared:].tolist(), strict=True)
-    return tuple(sorted({step for step, digest in found if meant.get(step, digest) != digest}))
-
-
-def _repeated(steps: _Ints) -> tuple[int, ...]:
-    highest = np.maximum.accumulate(steps)[:-1] if len(steps) else steps
-    return tuple(sorted(set(steps[1:][steps[1:] <= highest].tolist())))
-
-
-# -- planning ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,12 +82,19 @@ def make_plan(situation: Situation) -> UploadPlan:
     meant = Held(situation.history.steps, row_digests(situation.history))
     relation = compare(meant, situation.held)
     decision = _decide(situation, relation)
-    lacking = _lacking(situation, rows_only=decision.action is Action.REWIND)
-    if decision.action is Action.NOTHING and _has_more(situation, lacking.extra):
-        more = Action.APPEND if lacking.extra.carries else Action.FINISH
+    along = _along(situation, decision)
+    if decision.action is Action.NOTHING and _has_more(situation, along.extra):
+        more = Action.APPEND if along.extra.carries else Action.FINISH
         decision = replace(decision, action=more)
-    decision = replace(decision, notes=(*decision.notes, *lacking.notes))
-    return _filled(situation, relation, decision, lacking, meant.digests)
+    decision = replace(decision, notes=(*decision.notes, *along.notes))
+    return _filled(situation, relation, decision, along, meant.digests)
+
+
+def _along(situation: Situation, decision: _Decision) -> Lacking:
+    if decision.action is Action.REWIND:
+        return nothing_but_rows(situation.around, situation.remote)
+    ended = situation.ready.state != "running"
+    return lacking(situation.around, situation.remote, situation.run.target.run_id, ended=ended)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +124,7 @@ def _decide(situation: Situation, relation: Comparison) -> _Decision:
             return _rewind(situation, relation, "an earlier rewind lost its rows on the way")
         return _Decision(Action.APPEND if to_send else Action.NOTHING, relation.shared)
     if relation.repeated:
-        return _rewind(situation, _before_repeats(history, relation), "the server holds rows twice")
+        return _without_repeats(situation, relation)
     if to_send == 0:
         return _ahead(situation, relation)
     if situation.knows_less:
@@ -290,12 +136,19 @@ def _decide(situation: Situation, relation: Comparison) -> _Decision:
     return _rewind(situation, relation, "rows changed after they were uploaded")
 
 
-def _before_repeats(history: History, relation: Comparison) -> Comparison:
-    """The same, as if nothing from the first repeated step on were shared."""
-    first = int(np.searchsorted(history.steps, relation.repeated[0]))
+def _without_repeats(situation: Situation, relation: Comparison) -> _Decision:
+    """Nothing from the first repeated step on counts as shared.
+
+    Rows that only the server has are not rewound: if that failed half-way they would be gone.
+    """
+    why = "the server holds rows twice"
+    first = int(np.searchsorted(situation.history.steps, relation.repeated[0]))
     shared = min(first, relation.shared)
-    branch = int(history.steps[shared - 1]) if shared else None
-    return replace(relation, shared=shared, branch_step=branch)
+    if shared < situation.only_there:
+        because = "no log here has the rows from there on; put the earlier logs beside these"
+        return _kept(situation, relation, why, because)
+    branch = int(situation.history.steps[shared - 1]) if shared else None
+    return _rewind(situation, replace(relation, shared=shared, branch_step=branch), why)
 
 
 def _ahead(situation: Situation, relation: Comparison) -> _Decision:
@@ -322,36 +175,48 @@ def _ahead(situation: Situation, relation: Comparison) -> _Decision:
 
 
 def _would_shift(history: History, relation: Comparison, remote: RemoteState) -> bool:
-    """Whether the client would renumber an append.
+    """Whether the client would renumber an append: a rewind lost its rows, or a step has two."""
+    return int(history.steps[relation.shared]) < _next_step(remote)
 
-    It starts at the highest of the summary's step + 1, the last row's step + 1 and the line
-    count: the summary is ahead when a rewind lost its rows, the lines when some step has two.
+
+def _next_step(remote: RemoteState) -> int:
+    """The lowest step that the client does not renumber, besides the last row's.
+
+    It starts at the highest of the summary's step + 1, the last row's step + 1 and the line count.
     """
-    next_step = int(history.steps[relation.shared])
     summary_step = remote.summary_step if remote.summary_step is not None else -1
-    return summary_step >= next_step or remote.lines > next_step
+    return max(summary_step + 1, remote.lines)
 
 
 def _rewind(situation: Situation, relation: Comparison, why: str) -> _Decision:
-    history = situation.history
-    start = min(relation.shared, max(len(history) - 1, 0))
-    step = int(history.steps[start]) if len(history) else 0
     if situation.can_rewind and situation.on_rewrite == "rewind":
         branch = relation.branch_step if relation.branch_step is not None else -1
+        step = _first_differing(situation.history, relation)
         note = (f"rewound to step {branch}: {why} (from step {step} on)",)
         return _Decision(Action.REWIND, relation.shared, branch, note)
-    because = (
-        "--on-rewrite keep" if situation.on_rewrite == "keep" else "this server cannot rewind a run"
-    )
+    keeps = situation.on_rewrite == "keep"
+    because = "--on-rewrite keep" if keeps else "this server cannot rewind a run"
+    return _kept(situation, relation, why, because)
+
+
+def _kept(situation: Situation, relation: Comparison, why: str, because: str) -> _Decision:
+    """The server's rows stay; of ours go those that the client will not renumber."""
+    history, remote = situation.history, situation.remote
     last = relation.last_held if relation.last_held is not None else -1
-    first_new = int(np.searchsorted(history.steps, last, side="right"))
-    changed = relation.changed or relation.repeated or (step,)
+    taken = max(last, _next_step(remote) - 1) if remote is not None else last
+    first_new = int(np.searchsorted(history.steps, taken, side="right"))
+    changed = relation.changed or relation.repeated or (_first_differing(history, relation),)
     note = (
         f"OLD ROWS KEPT: {why}, but {because}. Steps {changed[0]}-{changed[-1]} on the server are "
-        "not those of the files; only newer steps are sent. To get the whole history, upload "
-        "it as a new run: --run 'NEW_NAME=GLOB'",
+        f"not those of the files; only steps above {taken} are sent. To get the whole history, "
+        f"upload it as a new run: {situation.run.as_new_run()}",
     )
     return _Decision(Action.KEPT_OLD, first_new, None, note)
+
+
+def _first_differing(history: History, relation: Comparison) -> int:
+    start = min(relation.shared, max(len(history) - 1, 0))
+    return int(history.steps[start]) if len(history) else 0
 
 
 def _has_more(situation: Situation, extra: PassThrough) -> bool:
@@ -363,111 +228,11 @@ def _has_more(situation: Situation, extra: PassThrough) -> bool:
     return wanted != "running" and remote.state not in fitting[wanted]
 
 
-def _lacking(situation: Situation, *, rows_only: bool) -> _Lacking:
-    """The pass-through records that the server lacks; a rewind must carry rows only."""
-    extra, remote = situation.around.extra, situation.remote
-    marker = remote.marker if remote is not None else None
-    if rows_only:
-        carried = replace(extra, files=(), artifacts=(), others=())
-        stored = (marker.events, marker.logs) if marker is not None else ((), ())
-        return _Lacking(carried, *stored, ())
-    events = _continue(
-        [(key, e.events) for key, e in situation.around.streams],
-        marker.events if marker is not None else (),
-        remote.events if remote is not None else 0,
-    )
-    logs = _continue(
-        [(key, _lines(e, situation)) for key, e in situation.around.streams],
-        marker.logs if marker is not None else (),
-        remote.logs if remote is not None else 0,
-    )
-    carried = replace(extra, events=events.items, console=logs.items)
-    if remote is not None:
-        artifacts = tuple(a for a in extra.artifacts if a.key not in remote.artifacts)
-        # It is sent from the same files, also if the run has files of their size already.
-        anew = any(a.name == artifact_name(situation.run.target.run_id) for a in artifacts)
-        carried = replace(
-            carried,
-            files=tuple(
-                f
-                for f in extra.files
-                if (anew and f.content is not None) or not _is_there(f, remote)
-            ),
-            artifacts=artifacts,
-            others=(),
-        )
-    strange = [n for n, s in (("system metrics", events), ("console", logs)) if s.strange]
-    notes = tuple(
-        f"the server holds {what} lines that did not come from these logs; none are added"
-        for what in strange
-    )
-    return _Lacking(carried, events.stored, logs.stored, notes)
-
-
-def _lines(extra: PassThrough, situation: Situation) -> tuple[str, ...]:
-    ended = situation.ready.state != "running" and extra.unfinished
-    return (*extra.console, extra.unfinished) if ended else extra.console
-
-
-@dataclass(frozen=True, slots=True)
-class _Lacking:
-    """What goes along with the rows, and what the server's streams consist of afterwards."""
-
-    extra: PassThrough
-    events: tuple[Segment, ...]
-    logs: tuple[Segment, ...]
-    notes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Stream(Generic[_T]):
-    items: tuple[_T, ...]
-    stored: tuple[Segment, ...]
-    strange: bool = False
-
-
-def _continue(
-    logs: Sequence[tuple[str, Sequence[_T]]], recorded: Sequence[Segment], held: int
-) -> _Stream[_T]:
-    """What of some logs follows the lines that the server holds.
-
-    The marker records in which order stretches of which log were sent, before they were; the
-    server's line count says how many of them arrived. Lines that are not explained so came
-    from elsewhere: of a single log they are taken for its beginning, otherwise nothing is sent.
-    """
-    stored: list[Segment] = []
-    left = held
-    for key, first, end in recorded:
-        taken = min(end - first, left)
-        if taken:
-            stored.append((key, first, first + taken))
-        left -= taken
-    if left and not recorded and len(logs) == 1:
-        stored.append((logs[0][0], 0, min(left, len(logs[0][1]))))
-        left = 0
-    if left:
-        return _Stream((), tuple(recorded), strange=any(len(lines) for _, lines in logs))
-    items: list[_T] = []
-    for key, lines in logs:
-        reached = max((end for k, _, end in stored if k == key), default=0)
-        if reached < len(lines):
-            items.extend(lines[reached:])
-            stored.append((key, reached, len(lines)))
-    return _Stream(tuple(items), tuple(stored))
-
-
-def _is_there(file: FileRef, remote: RemoteState) -> bool:
-    try:
-        return remote.files.get(file.name) == file.size
-    except OSError:
-        return True  # gone since it was found; there is nothing to send
-
-
 def _filled(
     situation: Situation,
     relation: Comparison,
     decision: _Decision,
-    lacking: _Lacking,
+    along: Lacking,
     digests: _Hashes,
 ) -> UploadPlan:
     run, history, ready = situation.run, situation.history, situation.ready
@@ -482,11 +247,11 @@ def _filled(
         digests=digests,
         first_row=decision.first_row,
         branch_step=decision.branch_step,
-        extra=lacking.extra,
+        extra=along.extra,
         summary=summary,
         sends_summary=_sends_summary(situation, decision.first_row, summary),
         config={**situation.around.config, **situation.derived.config},
-        marker=_marker(situation, decision, lacking, digests),
+        marker=_marker(situation, decision, along, digests),
         state=ready.state,
         exit_code=ready.exit_code,
         started_at=situation.started_at,
@@ -542,7 +307,7 @@ def _late_note(situation: Situation, decision: _Decision) -> tuple[str, ...]:
     remote, history = situation.remote, situation.history
     if remote is None or not remote.key_counts or decision.action is Action.REWIND:
         return ()
-    names = _countable(history) & history.added
+    names = countable_keys(history) & history.added
     here = key_counts(history.head(decision.first_row))
     late = sorted(n for n in names if here.get(n, 0) > remote.key_counts.get(n, 0))
     if not late:
@@ -553,9 +318,7 @@ def _late_note(situation: Situation, decision: _Decision) -> tuple[str, ...]:
     )
 
 
-def _marker(
-    situation: Situation, decision: _Decision, lacking: _Lacking, digests: _Hashes
-) -> Marker:
+def _marker(situation: Situation, decision: _Decision, along: Lacking, digests: _Hashes) -> Marker:
     run, history, remote = situation.run, situation.history, situation.remote
     before = remote.marker if remote is not None else None
     known = before.heads if before is not None else ()
@@ -568,8 +331,8 @@ def _marker(
         "" if decision.action is Action.KEPT_OLD else overall_digest(digests),
         history.last_step if history.last_step is not None else -1,
         situation.pins,
-        lacking.events,
-        lacking.logs,
+        along.events,
+        along.logs,
         situation.derived.version or (before.diagnostics if before is not None else ""),
         history.added | (before.added if before is not None else frozenset()),
         tuple(dict.fromkeys((*(before.alerts if before else ()), *_alert_keys(situation)))),
@@ -601,7 +364,7 @@ _NO_EXPECTATION: Final = Expectation(0, 0, 0, None, {}, None, "running")
 def _expectation(situation: Situation, relation: Comparison, plan: UploadPlan) -> Expectation:
     remote, history = situation.remote, situation.history
     rewinds = plan.action is Action.REWIND
-    countable = _countable(history)
+    countable = countable_keys(history)
     if rewinds and plan.first_row:
         # Kept rows have the derived columns that they were sent with.
         countable -= plan.marker.added
@@ -628,15 +391,4 @@ def _expectation(situation: Situation, relation: Comparison, plan: UploadPlan) -
         state=plan.state,
         artifacts=frozenset(a.key for a in plan.extra.artifacts),
         files=frozenset(f.name for f in plan.extra.files),
-    )
-
-
-def held_after(plan: UploadPlan, held: Held) -> Held:
-    """The rows that the server holds once a plan is carried out, given those before it."""
-    sent = slice(plan.first_row, None)
-    steps, digests = plan.history.steps, plan.digests
-    if plan.action in (Action.REWIND, Action.NEW):
-        return Held(steps, digests)
-    return Held(
-        np.concatenate([held.steps, steps[sent]]), np.concatenate([held.digests, digests[sent]])
     )

@@ -9,8 +9,8 @@ import numpy as np
 
 from verl_logsync.columns import AXES, MISSING, STEP, decode
 from verl_logsync.digests import canonical
+from verl_logsync.held import Held, differing_counts, held_from_rows
 from verl_logsync.model import RemoteState, UploadPlan, Verdict
-from verl_logsync.plan import Held, differing_counts, held_from_rows
 
 #: Differences that are named; more are counted.
 NAMED: Final = 8

@@ -73,6 +73,21 @@ def test_media_console_and_system_metrics_arrive_once(upload, outputs, assert_co
     assert_complete()
 
 
+def test_they_cross_an_air_gap(upload, outputs, tmp_path, assert_complete, log_of):
+    """What --mode offline wrote is whole: nothing in it points to files of the machine it is from."""
+    assert upload.here(outputs, mode="offline", output=tmp_path / "out").code == 0
+    moved = (tmp_path / "out").rename(tmp_path / "moved")
+    (folder,) = moved.iterdir()
+    for entry in read_records(log_of(folder)):
+        if entry.kind == "artifact":
+            places = [item.local_path for item in entry.record.artifact.manifest.contents]
+            assert all((folder / place).is_file() for place in places)
+            assert not any(place.startswith("/") for place in places)
+    upload.from_another_machine()
+    assert upload.here(moved).code == 0
+    assert_complete()
+
+
 def test_they_arrive_once_over_two_appends(
     records, upload, outputs, age, assert_complete, server, one_run
 ):

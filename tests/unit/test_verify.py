@@ -13,6 +13,7 @@ import pytest
 
 from verl_logsync.assemble import Surroundings
 from verl_logsync.errors import ExitCode, LogsyncError
+from verl_logsync.held import NOTHING_HELD, held_after
 from verl_logsync.model import (
     Attempt,
     Catalog,
@@ -28,7 +29,7 @@ from verl_logsync.model import (
     Target,
     UploadPlan,
 )
-from verl_logsync.plan import NOTHING_HELD, Situation, held_after, make_plan
+from verl_logsync.plan import Situation, make_plan
 from verl_logsync.readiness import Readiness
 from verl_logsync.verify import verify_counts, verify_rows
 

@@ -9,7 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from verl_logsync.errors import LogsyncError, RefusedByServer
+from verl_logsync.errors import LogsyncError, RefusedByServer, RunDeleted
+from verl_logsync.held import Held, held_after
 from verl_logsync.interfaces import Sent, Sink
 from verl_logsync.model import (
     HARMLESS,
@@ -23,7 +24,6 @@ from verl_logsync.model import (
 )
 from verl_logsync.pipeline.engine import Engine, attempted, by_project
 from verl_logsync.pipeline.preparing import Prepared, outcome_of, planned_with
-from verl_logsync.plan import Held, held_after
 from verl_logsync.verify import verify_counts, verify_rows
 
 #: Seconds that the server is given to index what it accepted; less when the sender complained.
@@ -149,6 +149,9 @@ def _concluded(
         _remember(engine, item)
         return outcome
     error = said.error or (result if isinstance(result, LogsyncError) else None)
+    if isinstance(error, RunDeleted):
+        hint = f"Upload it as a new run: {item.loaded.run.as_new_run()}"
+        error = RunDeleted(error.message, place=error.place, hint=hint)
     if error is not None:
         outcome = replace(outcome, rows_sent=0, error=error)
     elif verdict is None:

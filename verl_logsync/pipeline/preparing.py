@@ -12,6 +12,7 @@ from verl_logsync.catalog import bind, told_apart
 from verl_logsync.columns import STEP
 from verl_logsync.digests import wire_changes
 from verl_logsync.errors import RefusedByServer
+from verl_logsync.held import Held, held_from_rows, held_rows
 from verl_logsync.interfaces import Parcel, Sink
 from verl_logsync.model import (
     Confirmed,
@@ -26,7 +27,7 @@ from verl_logsync.model import (
 from verl_logsync.pipeline.deriving import diagnosed_or_plain
 from verl_logsync.pipeline.engine import Engine, attempted, by_project, failed_outcome, sends
 from verl_logsync.pipeline.loading import Loaded, load, stored_attempt
-from verl_logsync.plan import Held, Situation, held_from_rows, held_rows, make_plan
+from verl_logsync.plan import Situation, make_plan
 from verl_logsync.readiness import Patience, Readiness, judge
 from verl_logsync.settings import Settings
 from verl_logsync.verl_keys import LATEST_START, is_training_key

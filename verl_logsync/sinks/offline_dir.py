@@ -11,6 +11,7 @@ import filecmp
 import glob
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +36,7 @@ class OfflineDirSink:
 
     def __init__(self, output: Path) -> None:
         self._output = output
-        self._written: dict[Target, tuple[Path, UploadPlan]] = {}
+        self._written: dict[Target, Path] = {}
         self._earlier: dict[Target, Marker] | None = None
 
     def look(self, targets: Sequence[Target]) -> Mapping[Target, RemoteState]:
@@ -82,7 +83,7 @@ class OfflineDirSink:
 
     def rows(self, target: Target) -> Iterator[Mapping[str, Any]]:
         """The rows in the written file."""
-        folder, _ = self._written[target]
+        folder = self._written[target]
         for entry in read_records(folder / f"run-{target.run_id}.wandb"):
             if not isinstance(entry, Damage) and entry.kind == "history":
                 step, row = history_row(entry.record)
@@ -100,7 +101,7 @@ class OfflineDirSink:
 
     def url(self, target: Target) -> str:
         """The folder; empty when the run could not be written."""
-        return str(self._written[target][0]) if target in self._written else ""
+        return str(self._written[target]) if target in self._written else ""
 
     def pack(self, plan: UploadPlan) -> Parcel:
         """Write the plan's folder beside its place."""
@@ -136,37 +137,64 @@ class OfflineDirSink:
             return Sent(_unwritable(place, error))
         finally:
             shutil.rmtree(work, ignore_errors=True)
-        self._written[parcel.plan.target] = place, parcel.plan
+        self._written[parcel.plan.target] = place
         return Sent()
 
     def _read_back(self, target: Target) -> RemoteState:
-        folder, plan = self._written[target]
-        steps: list[int] = []
-        counts: dict[str, int] = {}
-        summary: dict[str, Any] = {}
-        kinds: dict[str, int] = {}
-        for entry in read_records(folder / f"run-{target.run_id}.wandb"):
-            if isinstance(entry, Damage):
-                continue
-            kinds[entry.kind] = kinds.get(entry.kind, 0) + 1
-            if entry.kind == "history":
-                step, row = history_row(entry.record)
-                steps.append(-1 if step is None else step)
-                for key in row:
-                    counts[key] = counts.get(key, 0) + 1
-            elif entry.kind == "summary":
-                summary.update(summary_updates(entry.record))
-        return RemoteState(
-            state=plan.state,
-            lines=len(steps),
-            events=kinds.get("stats", 0),
-            logs=kinds.get("output_raw", 0),
-            last_step=steps[-1] if steps else None,
-            summary=summary,
-            key_counts=counts,
-            files={n: 0 for n in plan.expect.files if (folder / "files" / n).is_file()},
-            artifacts=plan.expect.artifacts if kinds.get("artifact", 0) else frozenset(),
-        )
+        folder = self._written[target]
+        return _state_in(folder, folder / f"run-{target.run_id}.wandb")
+
+
+def _state_in(folder: Path, log: Path) -> RemoteState:
+    """What a run folder holds: its records, and the files that they name."""
+    steps: list[int] = []
+    counts: Counter[str] = Counter()
+    kinds: Counter[str] = Counter()
+    summary: dict[str, Any] = {}
+    artifacts: set[tuple[str, str]] = set()
+    state = "running"
+    for entry in read_records(log):
+        if isinstance(entry, Damage):
+            continue
+        kinds[entry.kind] += 1
+        if entry.kind == "history":
+            step, row = history_row(entry.record)
+            steps.append(-1 if step is None else step)
+            counts.update(row.keys())
+        elif entry.kind == "summary":
+            summary.update(summary_updates(entry.record))
+        elif entry.kind == "artifact" and _is_complete(entry.record.artifact, folder):
+            artifacts.add((entry.record.artifact.name, entry.record.artifact.digest))
+        elif entry.kind == "exit":
+            state = "failed" if entry.record.exit.exit_code else "finished"
+    return RemoteState(
+        state=state,
+        lines=len(steps),
+        events=kinds["stats"],
+        logs=kinds["output_raw"],
+        last_step=steps[-1] if steps else None,
+        summary=summary,
+        key_counts=counts,
+        files=_sizes(folder / "files"),
+        artifacts=frozenset(artifacts),
+    )
+
+
+def _is_complete(artifact: Any, folder: Path) -> bool:
+    """Whether all files of an artifact's manifest came along, of the size that it states."""
+    return all(
+        (place := folder / item.local_path).is_file() and place.stat().st_size == item.size
+        for item in artifact.manifest.contents
+        if item.local_path
+    )
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    return {
+        path.relative_to(folder).as_posix(): path.stat().st_size
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def _markers(output: Path) -> Iterator[tuple[Target, Marker]]:

@@ -392,7 +392,7 @@ class _Contents:
         for item in record.artifact.manifest.contents:
             if not item.local_path or Path(item.local_path).is_file():
                 continue
-            found = self._same_file(item.size, item.digest)
+            found = self._carried(item.local_path) or self._same_file(item.size, item.digest)
             if found is None:
                 place = f"{self._file.place} (byte {entry.offset})"
                 detail = f"artifact {record.artifact.name}: its file {item.path} is not here"
@@ -401,6 +401,12 @@ class _Contents:
                 return None
             item.local_path = str(found)
         return bytes(record.SerializeToString())
+
+    def _carried(self, place: str) -> Path | None:
+        """A file that came along in the run folder, under a path relative to it."""
+        path = self._folder / place
+        inside = not Path(place).is_absolute() and ".." not in Path(place).parts
+        return path.absolute() if inside and path.is_file() else None
 
     def _same_file(self, size: int, digest: str) -> Path | None:
         for path in sorted((self._folder / "files").rglob("*")):

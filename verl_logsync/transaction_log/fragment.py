@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from datetime import datetime, timezone
 from operator import itemgetter
 from pathlib import Path
@@ -18,8 +19,18 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from verl_logsync.columns import STEP, json_values
-from verl_logsync.errors import StateError, quoted
-from verl_logsync.model import MARKER_KEY, Action, FileRef, History, Marker, Segment, UploadPlan
+from verl_logsync.errors import LogsyncError, StateError, UnreadableInput, quoted
+from verl_logsync.model import (
+    MARKER_KEY,
+    Action,
+    ArtifactRef,
+    FileRef,
+    History,
+    Marker,
+    Segment,
+    UploadPlan,
+    short_digest,
+)
 from verl_logsync.transaction_log.records import (
     alert_record,
     console_record,
@@ -33,6 +44,8 @@ from verl_logsync.transaction_log.records import (
 from verl_logsync.transaction_log.writer import TransactionLogWriter, encode_history, encode_key
 from verl_logsync.verl_keys import COUNTERS
 
+#: Where a run folder that is to be carried elsewhere has the files of its artifacts.
+ARTIFACT_FILES: Final = "artifacts"
 #: Rows are encoded in stretches of this size, which bounds memory.
 _STRETCH: Final = 4096
 # W&B's limits; longer ones are refused at upload.
@@ -66,17 +79,27 @@ def write_fragment(
         (folder / "files").mkdir(parents=True, exist_ok=True)
         for file in plan.extra.files:
             _place(file, folder / "files", use)
+        if use == "carry":
+            carried = tuple(_carried(a, folder) for a in plan.extra.artifacts)
+            plan = replace(plan, extra=replace(plan.extra, artifacts=carried))
     except OSError as error:
-        raise StateError(
-            f"cannot be written: {error.strerror}",
-            place=str(folder),
-            hint=f"Check its free space: df -h {quoted(parent)}",
-        ) from error
+        raise _not_copied(error, folder) from error
     path = folder / f"run-{plan.target.run_id}.wandb"
     with TransactionLogWriter(path, durable=use == "carry") as log:
         for payload in payloads(plan, entity, folder if use == "send" else None):
             log.write_payload(payload)
     return folder
+
+
+def _not_copied(error: OSError, folder: Path) -> LogsyncError:
+    """Which of the two sides of a copy failed."""
+    source = error.filename
+    unread = isinstance(error, FileNotFoundError | PermissionError)
+    if unread and isinstance(source, str) and not Path(source).is_relative_to(folder):
+        hint = "It was there when it was found: run the same command again"
+        return UnreadableInput(f"cannot be read: {error.strerror}", place=source, hint=hint)
+    hint = f"Check its free space: df -h {quoted(folder.parent)}"
+    return StateError(f"cannot be written: {error.strerror}", place=str(folder), hint=hint)
 
 
 def _place(file: FileRef, folder: Path, use: Literal["send", "carry"]) -> None:
@@ -88,6 +111,23 @@ def _place(file: FileRef, folder: Path, use: Literal["send", "carry"]) -> None:
         shutil.copyfile(file.path, place)
     else:
         place.symlink_to(file.path.absolute())
+
+
+def _carried(artifact: ArtifactRef, folder: Path) -> ArtifactRef:
+    """The same artifact with its files in the run folder, which may leave this machine.
+
+    W&B stages them elsewhere, by absolute paths.
+    """
+    from wandb.proto import wandb_internal_pb2 as pb
+
+    record = pb.Record.FromString(artifact.payload)
+    for entry in record.artifact.manifest.contents:
+        if entry.local_path and Path(entry.local_path).is_absolute():
+            place = f"{ARTIFACT_FILES}/{short_digest(entry.digest, str(entry.size))}"
+            (folder / ARTIFACT_FILES).mkdir(exist_ok=True)
+            shutil.copyfile(entry.local_path, folder / place)
+            entry.local_path = place
+    return replace(artifact, payload=record.SerializeToString())
 
 
 def payloads(plan: UploadPlan, entity: str, folder: Path | None) -> Iterator[bytes]:

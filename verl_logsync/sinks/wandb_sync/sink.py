@@ -92,6 +92,8 @@ _MUTATIONS: Final = '{ __type(name: "Mutation") { fields { name } } }'
 #: (append to what is there, end the run): what only the child's environment can say.
 Kind = tuple[bool, bool]
 
+#: An HTTP status in the uploader's words; other numbers are not taken for one.
+_STATUS: Final = re.compile(r"(?:error|status|http|code)[\s:(=]*([45]\d\d)\b", re.IGNORECASE)
 _MESSAGE: Final = re.compile(r"^wandb: (?:(ERROR|WARNING) )?\[([^\]]+)\] (.*)$")
 
 
@@ -390,12 +392,12 @@ def _messages(output: str, run_id: str) -> tuple[str, ...]:
 def _meaning(target: Target, messages: Sequence[str]) -> LogsyncError | None:
     """What the uploader's words mean for the user; None when they do not settle it."""
     text = " ".join(messages)
-    if re.search(r"\b409\b|previously created and deleted", text):
+    statuses = set(_STATUS.findall(text))
+    if "409" in statuses or "previously created and deleted" in text:
         return RunDeleted(
-            f"run {target.run_id} was deleted on the server, which never takes its id again",
-            hint="Upload it as a new run: --run 'NEW_NAME=GLOB'",
+            f"run {target.run_id} was deleted on the server, which never takes its id again"
         )
-    if re.search(r"\b40[13]\b|permission denied", text, re.IGNORECASE):
+    if statuses & {"401", "403"} or "permission denied" in text.lower():
         return AuthError(
             f"the key may not write to {target.entity or 'the default entity'}/{target.project}",
             hint="Check --entity and --project, or the key with: wandb login --verify",
@@ -405,7 +407,7 @@ def _meaning(target: Target, messages: Sequence[str]) -> LogsyncError | None:
             "the server went away while rows were sent",
             hint="Nothing is lost: run the same command again",
         )
-    if re.search(r"\b4(00|13|22)\b", text):
+    if statuses & {"400", "413", "422"}:
         return RefusedByServer(
             f"the server refuses this run or its rows: {messages[0][:200]}",
             hint="Check its names (--project, --run) and the size of its rows",
