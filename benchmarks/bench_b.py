@@ -12,8 +12,9 @@ from benchmarks.generate import read_rows, verl_files
 from benchmarks.measure import Line, Session, faster, in_turn, timed
 from verl_logsync import pipeline
 from verl_logsync.columns import to_json
+from verl_logsync.held import NOTHING_HELD
 from verl_logsync.model import UploadPlan
-from verl_logsync.plan import NOTHING_HELD, Situation, make_plan
+from verl_logsync.plan import Situation, make_plan
 from verl_logsync.readiness import Readiness
 from verl_logsync.settings import Settings
 from verl_logsync.sources import SOURCES

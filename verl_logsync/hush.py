@@ -25,6 +25,15 @@ _SUSPECT: Final = {
     b"aiza": re.compile(rb"aiza"),
     b"eyj": re.compile(rb"eyj[\w-]*\.eyj"),
     b"akia": re.compile(rb"akia"),
+    b"asia": re.compile(rb"asia"),
+    b"gsk": re.compile(rb"gsk[_-]"),
+    b"npm": re.compile(rb"npm[_-]"),
+    b"pypi": re.compile(rb"pypi[_-]"),
+    b"sk_live": re.compile(rb"sk_live"),
+    b"lsv": re.compile(rb"lsv_"),
+    b"ya.": re.compile(rb"\bya\."),
+    b"wandb": re.compile(rb"wandb\s+login"),
+    b"private key": re.compile(rb"-----begin [a-z ]*private key"),
     b"xox": re.compile(rb"xox[abprs]-"),
     b"wandb_v": re.compile(rb"wandb_v"),
     b"hooks.slack": re.compile(rb"hooks\.slack"),
@@ -50,6 +59,10 @@ _QUOTED: Final = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
 _PIECE: Final = 2048
 _BETWEEN_WORDS: Final = re.compile(r"(?<![:=\s]) (?![:=\s])")
 _LONG_WORD: Final = 6
+_KEY_BEGINS: Final = f"PRIVATE KEY-----{MASK}"
+_KEY_ENDS: Final = "-----END"
+#: Lines of a printed private key; one that never ends costs no more.
+_LONGEST_KEY: Final = 200
 
 
 def suspects(forms: Sequence[bytes]) -> Iterator[bytes]:
@@ -156,6 +169,17 @@ def hush_everywhere(lines: list[str], secrets: frozenset[str]) -> None:
         for index, line in enumerate(lines):
             if secret in line:
                 lines[index] = line.replace(secret, MASK)
+
+
+def hush_key_blocks(lines: list[str]) -> None:
+    """Mask the lines of printed private keys, of which `mask_text` leaves the frame, in place."""
+    for first in [
+        n for n, line in enumerate(lines) if _KEY_BEGINS in line and _KEY_ENDS not in line
+    ]:
+        for index in range(first + 1, min(first + _LONGEST_KEY, len(lines))):
+            if _KEY_ENDS in lines[index]:
+                break
+            lines[index] = MASK
 
 
 def hush_broken_block(lines: list[str], entries: Sequence[int]) -> None:

@@ -13,14 +13,15 @@ _SECRET_NAME: Final = re.compile(
     r"api[_-]?keys?|access[_-]?keys?|private[_-]?keys?|secret|passw(or)?d|passphrase|credential"
     r"|bearer|authorization|webhook|cookie|(^|[_.-])(pass|pwd|pat|jwt|auth|sig|signature)$|(^|[_.-])tokens?$"
     r"|(^|[_-])(openai|anthropic|azure|aws|gcp|hf|hub|wandb|github|slack|judge|server|client"
-    r"|signing|ssh|encryption|account|master|deploy)[_-]?keys?$",
+    r"|signing|ssh|encryption|account|master|deploy)[_-]?keys?$"
+    r"|(^|[_.-])tokens?[_-](hf|hub|huggingface|openai|wandb|github|gitlab|slack|value)$",
     re.IGNORECASE,
 )
 # verl is full of harmless words with "token" and "key" in them.
 _HARMLESS_NAME: Final = re.compile(
     r"(^|[_./-])(max|min|num|n|total|pad|eos|bos|unk|sep|cls|mask|begin|end|stop|ignore|special"
     r"|per|response|prompt|answer|think|image|video|new|gen)(\w*[_-])?tokens?$"
-    r"|tokens?[_-]|tokeniz|(prompt|reward|reward_fn|image|video|answer|label|input|output|tool"
+    r"|tokens?[_-](?!(hf|hub|huggingface|openai|wandb|github|gitlab|slack|value)$)|tokeniz|(prompt|reward|reward_fn|image|video|answer|label|input|output|tool"
     r"|messages|response|return_raw|sort|group|cache)[_-]keys?$",
     re.IGNORECASE,
 )
@@ -28,13 +29,22 @@ _URL_LOGIN: Final = re.compile(r"(?P<scheme>\b[a-zA-Z][\w+.-]{0,40}://)[^\s/'\"]
 _LITERAL: Final = re.compile(
     r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[A-Z0-9]{16}"
     r"|xox[abprs]-[A-Za-z0-9-]{10,}|wandb_v\d_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}"
+    r"|(gsk|npm|pypi|sk_live|lsv2_[a-z]{2})[_-][\w-]{20,}|ASIA[A-Z0-9]{16}|ya29\.[\w-]{20,}"
     r"|nvapi-[\w-]{20,}|AIza[\w-]{30,}|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+)|(?<=hooks\.slack\.com/)\S+"
 )
 _BEARER: Final = re.compile(r"(?P<word>\b(?:Bearer|Basic)\s+)[^\s'\",]+", re.IGNORECASE)
+# What is typed or printed at a login, and a key in a file's form.
+_LOGIN: Final = re.compile(r"\bwandb\s+login\s[^\n;&|]{0,400}")
+_LONG_WORD: Final = re.compile(r"(?<!\S)(?!-|https?://)\S{16,}")
+_KEY_BLOCK: Final = re.compile(
+    r"(?P<begin>-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----).*?(?P<end>-----END|\Z)",
+    re.DOTALL,
+)
 # `--token VALUE`, `api_key=VALUE` inside command lines, overrides and addresses.
 _ARGUMENT: Final = re.compile(
     r"(?P<name>(?:^|[\s+.'\"?&{(,;-])(?:[\w.]*(?:api[_-]?key|secret(?:[_-]?key)?|passw(?:or)?d"
-    r"|access[_-]?key)|[\w.]*_token|-{0,2}token)[=\s:]+)"
+    r"|access[_-]?key)|[\w.]*_token|-{0,2}token"
+    r"|[\w.]*token_(?:hf|hub|huggingface|openai|wandb|github|gitlab|slack|value))[=\s:]+)"
     r"(?P<value>'[^']+'|\"[^\"]+\"|[^\s'\",]+)",
     re.IGNORECASE,
 )
@@ -106,14 +116,16 @@ def is_secret_name(name: str) -> bool:
     return bool(_SECRET_NAME.search(name)) and not _HARMLESS_NAME.search(name)
 
 
-def _masked(value: Any, secret: bool) -> Any:
+def _masked(value: Any, secret: bool, below: str = "") -> Any:
     """A value without its secrets; below a secret name every text is one."""
     if isinstance(value, Mapping):
         # `{"name": "API_KEY", "value": ...}`, as environments of containers are written.
         named = isinstance(value.get("name"), str) and is_secret_name(value["name"])
         return {
             mask_text(str(key)): _masked(
-                item, secret or is_secret_name(str(key)) or (named and key == "value")
+                item,
+                secret or _is_secret_key(str(key), below) or (named and key == "value"),
+                below=str(key),
             )
             for key, item in value.items()
         }
@@ -122,6 +134,11 @@ def _masked(value: Any, secret: bool) -> Any:
     if isinstance(value, str) and value:
         return MASK if secret else _mask_setting(value)
     return value
+
+
+def _is_secret_key(key: str, below: str) -> bool:
+    """Whether a value is a secret by its key; `wandb: {key: ...}` is a `wandb_key`."""
+    return is_secret_name(key) or is_secret_name(f"{below}_{key}")
 
 
 def _mask_setting(text: str) -> str:
@@ -144,7 +161,8 @@ def _without_named(text: str) -> str:
 
 
 def _has_secret_name(dotted: str) -> bool:
-    return any(is_secret_name(part) for part in dotted.strip("+~=").split("."))
+    parts = dotted.strip("+~=").split(".")
+    return any(map(_is_secret_key, parts, ["", *parts[:-1]]))
 
 
 def mask_words(words: Sequence[Any]) -> list[Any]:
@@ -160,5 +178,7 @@ def mask_text(text: str) -> str:
     """Free text without the secrets that can be recognised by their form."""
     text = _URL_LOGIN.sub(rf"\g<scheme>{MASK}@", text)
     text = _LITERAL.sub(MASK, text)
+    text = _KEY_BLOCK.sub(rf"\g<begin>{MASK}\g<end>", text)
+    text = _LOGIN.sub(lambda typed: _LONG_WORD.sub(MASK, typed[0]), text)
     text = _BEARER.sub(rf"\g<word>{MASK}", text)
     return _ARGUMENT.sub(rf"\g<name>{MASK}", text)

@@ -222,6 +222,12 @@ def test_secrets_below_secret_names():
         "proxy": "http://S8@proxy:1",
         "args": ["--api-key", "S9"],
         "credentials": {"deep": {"value": "S10"}},
+        "wandb": {"key": "S11"},
+        "TOKEN_HF": "S12",
+        "hf_token_value": "S13",
+        "start": "wandb login S14-aaaaaaaaaaaaaaaaaaaa && python",
+        "pem": "-----BEGIN PRIVATE KEY-----\nS15\n-----END PRIVATE KEY-----",
+        "hydra_overrides": ["+wandb.key=S16"],
     }
     assert not re.search(r"S\d", json.dumps(mask_config(config)))
     harmless = {

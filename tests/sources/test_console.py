@@ -730,6 +730,12 @@ def test_no_secret_of_a_cut_config_is_in_the_console(log: Log) -> None:
         "export OPENAI_API_KEY=verysecretone",
         "x" * 3000 + " token: verysecretone " + "y" * 3000,
         "a." * 50_000 + "://u:verysecretone@host",
+        "$ wandb login --relogin --host https://wandb.corp verysecretone0123456789abcdef",
+        "export TOKEN_HF=verysecretone",
+        "hf_token_value: verysecretone",
+        "key " + "gsk_" + "verysecretone0123456789",
+        "-----BEGIN RSA PRIVATE KEY-----verysecretone",
+        "-----BEGIN PRIVATE KEY-----\nMIIverysecretone\nMIIverysecretone\n-----END PRIVATE KEY-----",
     ],
 )
 def test_secrets_in_other_lines(line: str, log: Log) -> None:
@@ -779,7 +785,15 @@ def test_numbers_and_harmless_words_are_not_masked(log: Log) -> None:
 
 
 _HARMLESS = "api_key token = : ' \" x Bearer 5 secret password -- . / my_token access-key \t"
-_SECRETS = ["hf_" + "a" * 20, "sk-" + "b" * 20, "AKIA" + "C" * 16, "wandb_v1_" + "d" * 20]
+_SECRETS = [
+    "npm_" + "e" * 20,
+    "ya29." + "f" * 20,
+    "wandb login " + "0a" * 20,
+    "hf_" + "a" * 20,
+    "sk-" + "b" * 20,
+    "AKIA" + "C" * 16,
+    "wandb_v1_" + "d" * 20,
+]
 _WORDS = [*_HARMLESS.split(" "), " ", "https://", "user:pw@", "hooks.slack.com/z", *_SECRETS]
 
 

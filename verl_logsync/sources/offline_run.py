@@ -21,7 +21,13 @@ import pyarrow as pa
 from verl_logsync.columns import RUNTIME, STEP, TIMESTAMP, TableBuilder
 from verl_logsync.errors import LogsyncError, NotALog, UnreadableInput, quoted
 from verl_logsync.fingerprint import data_folders, essentials
-from verl_logsync.hush import hush_everywhere, hushed, hushed_lines, secrets_of
+from verl_logsync.hush import (
+    hush_everywhere,
+    hush_key_blocks,
+    hushed,
+    hushed_lines,
+    secrets_of,
+)
 from verl_logsync.interfaces import Candidate
 from verl_logsync.model import (
     MARKER_KEY,
@@ -427,6 +433,7 @@ class _Contents:
         console, unfinished = console_lines(self._console)
         # What verl prints of its config names keys in clear, and programs print them anywhere.
         lines = [*hushed_lines(console), hushed(unfinished)]
+        hush_key_blocks(lines)
         hush_everywhere(lines, secrets_of(self._config))
         console, unfinished = tuple(lines[:-1]), lines[-1]
         return Reading(

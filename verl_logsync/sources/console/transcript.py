@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 from verl_logsync.hush import (
     hush_broken_block,
     hush_everywhere,
+    hush_key_blocks,
     hushed,
     lines_with,
     secrets_of,
@@ -318,11 +319,11 @@ class Transcript:
                 detail = f"the {block.kind} validation metrics are not complete yet"
                 self._notes.skip(at, SkipReason.PARTIAL_LINE, detail)
         self._blocks.clear()
-        if self._keep and self._secrets:
+        if self._keep:
+            self.console.append(self.unfinished)
+            hush_key_blocks(self.console)
             hush_everywhere(self.console, self._secrets)
-            last = [self.unfinished]
-            hush_everywhere(last, self._secrets)
-            self.unfinished = last[0]
+            self.unfinished = self.console.pop()
 
     def _may_go_on(self, broken: Broken) -> bool:
         """Whether a terminal broke the record there, and its next line is still to come."""
