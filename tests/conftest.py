@@ -262,6 +262,13 @@ def _without_powers(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-c", _DROP_POWERS, *command]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def interrupts_count() -> None:
+    """A shell has the programs that it runs in the background ignore Ctrl-C; theirs, too."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture(scope="session")
 def permissions_count(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Skip where a locked file can be read by whatever means we have."""

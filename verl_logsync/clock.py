@@ -138,18 +138,23 @@ def _timed(
     """
     with_clock = _without_skew(attempt.readings)
     recorded = [r.rows for _, r in with_clock if TIMESTAMP in r.rows.schema.names]
-    covered = _timed_steps(recorded)
-    readings: list[tuple[LogFile, Reading]] = []
-    kind: Clock = "recorded"
-    for file, reading in with_clock:
-        rows = reading.rows
-        if TIMESTAMP in rows.schema.names or not rows.num_rows:
-            readings.append((file, reading))
-            continue
-        if not set(rows.column(STEP).to_pylist()) <= covered:
-            kind = "unknown" if _step_seconds(rows) is None else "estimated"
-        readings.append((file, _estimated(file, reading, recorded, pins, pinned, window)))
-    return AttemptReading(attempt.attempt, tuple(readings)), kind
+    readings = [
+        (file, reading)
+        if TIMESTAMP in reading.rows.schema.names or not reading.rows.num_rows
+        else (file, _estimated(file, reading, recorded, pins, pinned, window))
+        for file, reading in with_clock
+    ]
+    return AttemptReading(attempt.attempt, tuple(readings)), _kind(readings, recorded)
+
+
+def _kind(readings: Sequence[tuple[LogFile, Reading]], recorded: Sequence[pa.Table]) -> Clock:
+    """How well the times of an attempt are known: as well as that of its least known step."""
+    tables = [reading.rows for _, reading in readings]
+    steps = {step for rows in tables for step in rows.column(STEP).to_pylist()}
+    if steps <= _timed_steps(recorded):
+        return "recorded"
+    timed = _timed_steps([rows for rows in tables if TIMESTAMP in rows.schema.names])
+    return "estimated" if steps <= timed else "unknown"
 
 
 def _estimated(
@@ -179,7 +184,7 @@ def _estimated(
 
 
 def _timed_steps(recorded: Sequence[pa.Table]) -> set[int]:
-    """Steps for which some log recorded a time."""
+    """Steps for which some log has a time."""
     return {
         step
         for rows in recorded

@@ -96,6 +96,17 @@ def test_h4_without_any_duration(log, tmp_path):
     assert "_timestamp" not in frame
 
 
+@pytest.mark.parametrize("last", [31, 32])
+def test_one_step_without_any_time_is_said(log, tmp_path, last):
+    """A console without durations: its steps have the JSONL's times, a step beyond it has none."""
+    write_verl_log(log, rows(0, 30))
+    console = tmp_path / "job.log"
+    console.write_text("".join(f"step:{s} - actor/other:0.5\n" for s in range(last)))
+    result, frame = loaded(tmp_path, runs=((log.stem, "*.jsonl"), (log.stem, "*.log")))
+    assert len(frame) == last
+    assert result.history.clock == ("estimated" if last == 31 else "unknown")
+
+
 def test_a_clock_that_is_wrong_by_a_constant_is_set(tmp_path):
     """The stamps of a console whose machine's clock disagrees with the step log: corrected, said."""
     write_verl_log(tmp_path / "grpo/exp.jsonl", rows(0, 30))
