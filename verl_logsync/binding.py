@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from verl_logsync.errors import UnreadableInput, UsageError, quoted
+from verl_logsync.errors import UnreadableInput, UsageError, quoted, unreadable
 from verl_logsync.regular import read_start
 
 #: Its usual name.
@@ -40,9 +40,7 @@ def read_binding(folder: str | os.PathLike[str], file_name: str = BINDING_FILE) 
     except (FileNotFoundError, NotADirectoryError):
         return ""
     except OSError as error:
-        raise UnreadableInput(
-            f"cannot be read: {error.strerror}", place=str(path), hint=f"See: ls -l {quoted(path)}"
-        ) from error
+        raise unreadable(path, error) from error
     if not is_run_id(text):
         raise UnreadableInput(
             f"holds no run id: {text[:40]!r}", place=str(path), hint=f"See: cat {quoted(path)}"
@@ -63,9 +61,13 @@ def bind_checkpoint(
     if not is_run_id(run_id):
         raise UsageError(f"{run_id!r} is no run id", hint="W&B's are letters, digits, - and _")
     if Path(file_name).name != file_name:
-        raise UsageError(f"{file_name!r} is no file name")
+        raise UsageError(
+            f"{file_name!r} is no file name", hint="A name without a folder, like wandb_run_id"
+        )
     if not Path(folder).is_dir():
-        raise UsageError("no such folder", place=str(folder))
+        raise UsageError(
+            "no such folder", place=str(folder), hint="Give trainer.default_local_dir of the run"
+        )
     known = read_binding(folder, file_name)
     if not known:
         _write_new(path, run_id)
@@ -91,7 +93,10 @@ def _write_new(path: Path, run_id: str) -> None:
             os.close(descriptor)
         _place(made, path)
     except OSError as error:
-        raise UsageError(f"cannot be written: {error.strerror}", place=str(path)) from error
+        hint = f"Check it with: ls -ld {quoted(path.parent)}"
+        raise UsageError(
+            f"cannot be written: {error.strerror}", place=str(path), hint=hint
+        ) from error
     finally:
         made.unlink(missing_ok=True)
 

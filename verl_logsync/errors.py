@@ -82,6 +82,13 @@ class UnreadableInput(InputError):
     """The operating system does not let us read a file."""
 
 
+def unreadable(path: object, error: OSError) -> UnreadableInput:
+    """The error for a file or folder that the system refuses."""
+    why = error.strerror or str(error)
+    hint = f"Check it with: ls -ld {quoted(path)}"
+    return UnreadableInput(f"cannot be read: {why}", place=str(path), hint=hint)
+
+
 class NotALog(InputError):
     """A file is not what its name says."""
 

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO, Final, NamedTuple
 
 import orjson
 
-from verl_logsync.errors import UnreadableInput, quoted
+from verl_logsync.errors import unreadable
 
 #: W&B's uploader skips rows over this size; a longer line is never held in memory.
 LONGEST_LINE: Final = (10 << 20) - (100 << 10)
@@ -37,11 +37,7 @@ def read_lines(path: Path) -> Iterator[Line]:
         with path.open("rb", buffering=1 << 20) as stream:
             yield from _lines(stream)
     except OSError as error:
-        raise UnreadableInput(
-            f"cannot be read: {error.strerror}",
-            place=str(path),
-            hint=f"Check it with: ls -l {quoted(path)}",
-        ) from error
+        raise unreadable(path, error) from error
 
 
 def _lines(stream: BinaryIO) -> Iterator[Line]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
-from verl_logsync.errors import UsageError
+from verl_logsync.errors import UsageError, quoted
 
 Mode = Literal["online", "offline", "disabled"]
 VerifyLevel = Literal["counts", "full", "none"]
@@ -146,13 +146,19 @@ def _built(values: Mapping[str, Any]) -> Settings:
         checked[name] = _converted(name, known[name], value)
     settings = replace(Settings(), **checked)
     if settings.jobs < 1 or settings.timeout <= 0:
-        raise UsageError("jobs and timeout must be positive")
+        raise UsageError(
+            "jobs and timeout must be positive", hint="For example: --jobs 4 --timeout 3600"
+        )
     return settings
 
 
 def _converted(name: str, kind: str, value: Any) -> Any:
     if name in _CHOICES and value not in _CHOICES[name]:
-        raise UsageError(f"{name} must be one of {', '.join(_CHOICES[name])}, not {value!r}")
+        choices = ", ".join(_CHOICES[name])
+        raise UsageError(
+            f"{name} must be one of {choices}, not {value!r}",
+            hint="See: verl-logsync upload --help",
+        )
     try:
         if kind in ("float", "float | None"):
             return float(value)
@@ -163,7 +169,9 @@ def _converted(name: str, kind: str, value: Any) -> Any:
         if "Path" in kind:
             return Path(value).expanduser()
     except (TypeError, ValueError):
-        raise UsageError(f"{name} must be a {kind}, not {value!r}") from None
+        raise UsageError(
+            f"{name} must be a {kind}, not {value!r}", hint="See: verl-logsync upload --help"
+        ) from None
     return value
 
 
@@ -183,13 +191,23 @@ def _from_toml(path: Path) -> dict[str, Any]:
         with path.open("rb") as stream:
             values = dict(tomllib.load(stream))
     except OSError as error:
-        raise UsageError(f"cannot be read: {error.strerror}", place=str(path)) from error
+        raise UsageError(
+            f"cannot be read: {error.strerror}", place=str(path), hint=f"See: ls -l {quoted(path)}"
+        ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"is not TOML: {error}", place=str(path)) from error
+        raise UsageError(
+            f"is not TOML: {error}",
+            place=str(path),
+            hint="All settings with their form: docs/reference/settings.md",
+        ) from error
     found = {key.replace("-", "_"): value for key, value in values.items()}
     for name in _TABLES & found.keys():
         if not isinstance(found[name], dict):
-            raise UsageError(f"[{name}] must hold NAME = VALUE lines", place=str(path))
+            raise UsageError(
+                f"[{name}] must hold NAME = VALUE lines",
+                place=str(path),
+                hint="All settings with their form: docs/reference/settings.md",
+            )
         pairs = [
             f"{key}={item}"
             for key, items in found[name].items()

@@ -96,7 +96,7 @@ from verl_logsync.cli.printing import say
     "--timeout",
     type=float,
     metavar="SECONDS",
-    help="All the time that the network may take (default: 3600).",
+    help="Seconds from the start after which the network is left alone (default: 3600).",
 )
 @click.option(
     "--state-dir",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from verl_logsync.errors import AuthError, LogsyncError, Unreachable
+from verl_logsync.errors import AuthError, LogsyncError, Unreachable, quoted
 from verl_logsync.interfaces import Sink, Source
 from verl_logsync.ledger import Ledger
 from verl_logsync.model import Outcome, RunSources, Target
@@ -74,12 +74,13 @@ def _explained(run: RunSources, error: Exception) -> LogsyncError:
     """An error that is ours, or a word about one that should not have happened."""
     if isinstance(error, LogsyncError):
         return error
+    place = run.files[0].place if run.files else run.name
     where = traceback.extract_tb(error.__traceback__)[-1]
     return LogsyncError(
         f"internal error: {type(error).__name__}: {error} ({Path(where.filename).name}:"
         f"{where.lineno})",
-        place=run.files[0].place if run.files else run.name,
-        hint="Please report it with the output of: verl-logsync scan --json PATH",
+        place=place,
+        hint=f"Please report it with the output of: verl-logsync scan --json {quoted(place)}",
     )
 
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from verl_logsync.binding import BINDING_FILE, bind_checkpoint, read_binding
 from verl_logsync.columns import STEP
-from verl_logsync.errors import LogsyncError, UnreadableInput
+from verl_logsync.errors import LogsyncError, unreadable
 from verl_logsync.interfaces import Candidate
 from verl_logsync.model import Facts, LogFile, Reading, Skip, SkipReason, Stamp
 from verl_logsync.regular import read_start
@@ -91,11 +91,7 @@ class Checkpoint:
             steps = sorted(s for s in map(_step_of, _names(root)) if s is not None)
             skips = self._damaged(root)
         except OSError as error:
-            raise UnreadableInput(
-                f"cannot be read: {error.strerror}",
-                place=str(file.path),
-                hint=f"Check it with: ls -l {str(root)!r}",
-            ) from error
+            raise unreadable(root, error) from error
         no_rows = pa.table({STEP: pa.array([], type=pa.int64())})
         return Reading(no_rows, skips, notes=_notes(steps, _tracked(root / TRACKER)))
 

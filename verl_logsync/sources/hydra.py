@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from verl_logsync.columns import STEP
-from verl_logsync.errors import NotALog, UnreadableInput, quoted
+from verl_logsync.errors import NotALog, UnreadableInput, quoted, unreadable
 from verl_logsync.fingerprint import data_folders, essentials
 from verl_logsync.interfaces import Candidate
 from verl_logsync.model import (
@@ -143,7 +143,7 @@ def read_config(path: Path) -> dict[str, Any]:
             raise NotALog("is too large, or uses YAML aliases", place=str(path), hint=hint)
         config = OmegaConf.create(text)
     except OSError as error:
-        raise UnreadableInput(f"cannot be read: {error.strerror}", place=str(path)) from error
+        raise unreadable(path, error) from error
     except (ValueError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
         raise NotALog(
             f"is no Hydra config: {_first_line(error)}", place=str(path), hint=hint

@@ -19,7 +19,7 @@ from typing import Any, Final
 import pyarrow as pa
 
 from verl_logsync.columns import RUNTIME, STEP, TIMESTAMP, TableBuilder
-from verl_logsync.errors import LogsyncError, NotALog, UnreadableInput, quoted
+from verl_logsync.errors import LogsyncError, NotALog, quoted, unreadable
 from verl_logsync.fingerprint import data_folders, essentials
 from verl_logsync.hush import (
     hush_everywhere,
@@ -507,7 +507,7 @@ def _md5(path: Path) -> str:
     try:
         hasher.update(path.read_bytes())
     except OSError as error:
-        raise UnreadableInput(f"cannot be read: {error.strerror}", place=str(path)) from error
+        raise unreadable(path, error) from error
     return base64.b64encode(hasher.digest()).decode()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from verl_logsync.columns import STEP
-from verl_logsync.errors import UnreadableInput
+from verl_logsync.errors import UnreadableInput, unreadable
 from verl_logsync.interfaces import Candidate
 from verl_logsync.model import Facts, LogFile, Reading, Skip, SkipReason
 from verl_logsync.rollouts.folder import DumpFolder, describe, gone, reduce_folder, survey
@@ -70,7 +70,7 @@ class Rollouts:
         try:
             note = describe(found)
         except OSError as error:
-            raise UnreadableInput(f"cannot be read: {error.strerror}", place=file.place) from error
+            raise unreadable(file.path, error) from error
         no_rows = pa.table({STEP: pa.array([], type=pa.int64())})
         return Reading(no_rows, _left_out(file.path, found), notes=(note,))
 

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from verl_logsync.errors import NotALog, UnreadableInput
+from verl_logsync.errors import NotALog, unreadable
 from verl_logsync.transaction_log.framing import (
     FILE_HEADER_SIZE,
     Damage,
@@ -81,11 +81,7 @@ def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UnreadableInput(
-            f"cannot be read ({error.strerror or error})",
-            place=str(path),
-            hint=f"Check it with: ls -l '{path}'",
-        ) from error
+        raise unreadable(path, error) from error
 
 
 def _parse(stream: BinaryIO, start: int) -> Iterator[Entry | Damage]:

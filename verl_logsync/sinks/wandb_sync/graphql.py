@@ -21,6 +21,11 @@ _ANSWER: Final = 60.0
 _TRIES: Final = 5
 
 
+_REFUSED: Final = (
+    "Check --entity and --project; nothing is lost, the same command goes on from here"
+)
+
+
 class Deadline:
     """The moment at which all work with the network must end."""
 
@@ -106,7 +111,8 @@ class GraphQL:
         if response.status_code != 200:
             raise RefusedByServer(
                 f"{self._server.shown_url} answered {response.status_code}: "
-                f"{mask_text(response.text[:200])}"
+                f"{mask_text(response.text[:200])}",
+                hint=_REFUSED,
             )
         try:
             answer = response.json()
@@ -125,7 +131,7 @@ class GraphQL:
         text = mask_text(str(first.get("message", first) if isinstance(first, dict) else first))
         if any(word in text.lower() for word in ("permission", "denied", "unauthor", "login")):
             raise self._denied(f"says: {text}")
-        raise RefusedByServer(f"{self._server.shown_url} says: {text}")
+        raise RefusedByServer(f"{self._server.shown_url} says: {text}", hint=_REFUSED)
 
     def _denied(self, what: str) -> LogsyncError:
         return AuthError(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from verl_logsync.errors import NotALog, UnreadableInput
+from verl_logsync.errors import NotALog, unreadable
 from verl_logsync.model import Skip, SkipReason
 from verl_logsync.sources.step_log.files import Broken, parquet_header
 from verl_logsync.sources.step_log.headers import Header
@@ -40,11 +40,7 @@ def read_groups(path: Path) -> tuple[Header, list[Group | Skip]]:
     try:
         found = parquet_header(path)
     except OSError as error:
-        raise UnreadableInput(
-            f"cannot be read: {error.strerror}",
-            place=str(path),
-            hint=f"Check it with: ls -l {str(path)!r}",
-        ) from error
+        raise unreadable(path, error) from error
     if found is None or isinstance(found, Broken):
         broken = found or Broken("no step log", "")
         raise NotALog(broken.why, place=str(path), hint=broken.hint)
