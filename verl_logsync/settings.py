@@ -22,6 +22,7 @@ OnRestart = Literal["ask", "replace"]
 #: Read from the current folder when it exists and no other is named.
 CONFIG_NAME: Final = "verl-logsync.toml"
 
+_SETTINGS_PAGE: Final = "All settings and their values: docs/reference/settings.md"
 _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "mode": get_args(Mode),
     "verify": get_args(VerifyLevel),
@@ -157,7 +158,7 @@ def _converted(name: str, kind: str, value: Any) -> Any:
         choices = ", ".join(_CHOICES[name])
         raise UsageError(
             f"{name} must be one of {choices}, not {value!r}",
-            hint="See: verl-logsync upload --help",
+            hint=_SETTINGS_PAGE,
         )
     try:
         if kind in ("float", "float | None"):
@@ -169,9 +170,7 @@ def _converted(name: str, kind: str, value: Any) -> Any:
         if "Path" in kind:
             return Path(value).expanduser()
     except (TypeError, ValueError):
-        raise UsageError(
-            f"{name} must be a {kind}, not {value!r}", hint="See: verl-logsync upload --help"
-        ) from None
+        raise UsageError(f"{name} must be a {kind}, not {value!r}", hint=_SETTINGS_PAGE) from None
     return value
 
 
@@ -198,7 +197,7 @@ def _from_toml(path: Path) -> dict[str, Any]:
         raise UsageError(
             f"is not TOML: {error}",
             place=str(path),
-            hint="All settings with their form: docs/reference/settings.md",
+            hint=_SETTINGS_PAGE,
         ) from error
     found = {key.replace("-", "_"): value for key, value in values.items()}
     for name in _TABLES & found.keys():
@@ -206,7 +205,7 @@ def _from_toml(path: Path) -> dict[str, Any]:
             raise UsageError(
                 f"[{name}] must hold NAME = VALUE lines",
                 place=str(path),
-                hint="All settings with their form: docs/reference/settings.md",
+                hint=_SETTINGS_PAGE,
             )
         pairs = [
             f"{key}={item}"
