@@ -14,6 +14,7 @@ from typing import Final
 from verl_logsync.errors import UsageError, quoted
 from verl_logsync.interfaces import Candidate, Source
 from verl_logsync.model import LogFile, Skip, SkipReason, Stamp
+from verl_logsync.regular import is_link, is_there
 
 #: First bytes of a file that are read to recognise it.
 HEAD_BYTES: Final = 1 << 16
@@ -71,7 +72,7 @@ def discover(
     """
     walk = _Walk(sources, recall, excluded)
     for path in sorted(paths, key=str):
-        if not os.path.lexists(path):
+        if not _may_be_there(path):
             raise UsageError(
                 "no such file or folder", place=str(path), hint="See: verl-logsync scan --help"
             )
@@ -109,7 +110,7 @@ class _Walk:
             return
         self._seen.add(identity)
         if statmode.S_ISDIR(status.st_mode):
-            self._folder(path, status, depth, links + (depth > 0 and path.is_symlink()))
+            self._folder(path, status, depth, links + (depth > 0 and is_link(path)))
         elif statmode.S_ISREG(status.st_mode):
             self._file(path, _stamp(status), given=depth == 0)
 
@@ -119,7 +120,7 @@ class _Walk:
         self.skips.append(Skip(SkipReason.UNREADABLE, place, "its name is no UTF-8", hint))
 
     def _unreachable(self, path: Path, error: OSError) -> None:
-        dangling = path.is_symlink() and not path.exists()
+        dangling = is_link(path) and not is_there(path)
         detail = "dangling symlink" if dangling else (error.strerror or str(error))
         # W&B leaves links to its diary and its latest run, which break when a folder is moved.
         if _is_log_like(path) or not dangling:
@@ -155,7 +156,7 @@ class _Walk:
             )
             return
         # Real entries first: a folder is called by its own name, not by that of a link to it.
-        for entry in sorted((path / name for name in names), key=lambda e: (e.is_symlink(), e)):
+        for entry in sorted((path / name for name in names), key=lambda e: (is_link(e), e)):
             if entry.name not in _NEVER_ENTERED:
                 self.enter(entry, depth + 1, links)
 
@@ -204,6 +205,17 @@ class _Walk:
             self.reached.append((str(path), verdict))
         else:
             self.skips.append(verdict)
+
+
+def _may_be_there(path: Path) -> bool:
+    """Whether a given path exists, or may exist in a folder that we must not enter."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True  # what is wrong with it is said when it is entered
+    return True
 
 
 def _is_text(path: Path) -> bool:

@@ -34,6 +34,7 @@ from verl_logsync.model import (
     Stamp,
     Target,
 )
+from verl_logsync.regular import is_folder
 from verl_logsync.rollouts.folder import stamp_of_dumps
 
 _FILE_NAME: Final = "ledger.sqlite3"
@@ -389,7 +390,7 @@ def remembered_runs(folder: Path, server: str | None = None) -> list[LedgerRun]:
 
 def _stamp_now(path: Path) -> Stamp | None:
     """The stamp of a log now; a folder of dumps is as large and as new as its files."""
-    return stamp_of_dumps(path) if path.is_dir() else stamp_of(path)
+    return stamp_of_dumps(path) if is_folder(path) else stamp_of(path)
 
 
 class RememberedFiles:

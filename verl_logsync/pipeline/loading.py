@@ -18,8 +18,7 @@ from verl_logsync.catalog import matches
 from verl_logsync.clock import set_clocks
 from verl_logsync.columns import AXES, STEP, TableBuilder
 from verl_logsync.config_files import config_artifact
-from verl_logsync.discover import discover, stamp_of
-from verl_logsync.errors import InputError, LogsyncError, UnreadableInput
+from verl_logsync.errors import InputError, LogsyncError
 from verl_logsync.model import (
     Account,
     Attempt,
@@ -40,6 +39,7 @@ from verl_logsync.plan import NOTHING_DERIVED, Derived
 from verl_logsync.ranks import RankRules, Rule
 from verl_logsync.sessions import sort_out
 from verl_logsync.settings import Settings
+from verl_logsync.steady import read_steadily
 from verl_logsync.verl_keys import training_rows
 
 #: The source that rows read back from a server are said to come from.
@@ -143,21 +143,8 @@ def _read_attempt(engine: Engine, attempt: Attempt) -> AttemptReading:
 
 
 def _read(engine: Engine, file: LogFile) -> Reading:
-    """What a file says, provided that it still is the file that was found.
-
-    A job that restarts truncates its log: the new content is another attempt, or another run,
-    and must not be taken for the one that was found.
-    """
-    source = engine.by_name[file.source]
-    reading = _shifted(source.read(file), offset_of(file.path, engine.settings))
-    if stamp_of(file.path) == file.stamp:
-        return reading
-    now = discover([file.path], [source]).files
-    if not now or _is_replaced(file, now[0]):
-        raise UnreadableInput(
-            "was replaced while it was read", place=file.place, hint="The next upload takes it"
-        )
-    return reading
+    reading = read_steadily(engine.by_name[file.source], file)
+    return _shifted(reading, offset_of(file.path, engine.settings))
 
 
 def offset_of(path: Path, settings: Settings) -> int:
@@ -180,12 +167,6 @@ def _shifted(reading: Reading, offset: int) -> Reading:
     steps = pc.add(reading.rows.column(STEP), offset)
     index = reading.rows.schema.get_field_index(STEP)
     return replace(reading, rows=reading.rows.set_column(index, STEP, steps))
-
-
-def _is_replaced(known: LogFile, now: LogFile) -> bool:
-    """Whether a path holds another log than before; a first record may have come meanwhile."""
-    other = bool(known.facts.head_digest) and now.facts.head_digest != known.facts.head_digest
-    return other or now.stamp.size < known.stamp.size
 
 
 def stored_attempt(rows: Sequence[Mapping[str, object]], target: Target) -> AttemptReading:

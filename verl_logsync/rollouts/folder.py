@@ -13,6 +13,7 @@ from typing import Final
 from verl_logsync.errors import NotALog, UnreadableInput
 from verl_logsync.jsonlines import parse_line
 from verl_logsync.model import LogFile, Skip, SkipReason, Stamp
+from verl_logsync.regular import is_folder
 from verl_logsync.rollouts.cache import ReductionCache
 from verl_logsync.rollouts.records import DUMP_NAME, LONGEST_ROW, key_set
 from verl_logsync.rollouts.reduce import DEFAULTS, reduce_file
@@ -69,7 +70,7 @@ def survey(path: Path, names: Sequence[str] | None = None) -> DumpFolder | None:
     """
     try:
         if names is None:
-            names = os.listdir(path) if path.is_dir() else None
+            names = os.listdir(path) if is_folder(path) else None
         files, others = _files(path, names)
         if not files:
             return None
@@ -135,7 +136,7 @@ def stamp_of_dumps(path: Path) -> Stamp | None:
     any file; None when it holds no dumps or cannot be looked at.
     """
     try:
-        if not path.is_dir():
+        if not is_folder(path):
             return _stamp(path.stat())
         files, _ = _files(path, os.listdir(path))
     except OSError:

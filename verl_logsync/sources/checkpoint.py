@@ -16,7 +16,7 @@ from verl_logsync.columns import STEP
 from verl_logsync.errors import LogsyncError, unreadable
 from verl_logsync.interfaces import Candidate
 from verl_logsync.model import Facts, LogFile, Reading, Skip, SkipReason, Stamp
-from verl_logsync.regular import read_start
+from verl_logsync.regular import is_folder, is_there, read_start
 
 __all__ = ["BINDING_FILE", "Checkpoint", "bind_checkpoint"]
 
@@ -61,7 +61,7 @@ class Checkpoint:
         tracker = folder / TRACKER
         try:
             stamp = _stamp(folder, (TRACKER, self._binding_file))
-            has_tracker = tracker.exists()
+            has_tracker = is_there(tracker)
         except OSError as error:
             return _unreadable(folder, error)
         facts = self._facts(folder, _tracked(tracker))
@@ -85,7 +85,7 @@ class Checkpoint:
     def read(self, file: LogFile) -> Reading:
         import pyarrow as pa
 
-        folder = file.path if file.path.is_dir() else file.path.parent
+        folder = file.path if is_folder(file.path) else file.path.parent
         root = folder.parent if _STEP_FOLDER.match(folder.name) else folder
         try:
             steps = sorted(s for s in map(_step_of, _names(root)) if s is not None)
@@ -99,7 +99,7 @@ class Checkpoint:
         """What is in the two small files but cannot be understood. Raises OSError."""
         skips: list[Skip] = []
         tracker = folder / TRACKER
-        if tracker.exists() and read_start(tracker, 64).strip() and _tracked(tracker) is None:
+        if is_there(tracker) and read_start(tracker, 64).strip() and _tracked(tracker) is None:
             hint = f"See: head -c 100 {str(tracker)!r}"
             skips.append(Skip(SkipReason.MALFORMED, str(tracker), "holds no step", hint))
         try:
@@ -122,7 +122,7 @@ def _holds_logs(folder: Path, names: Iterable[str], binding_file: str = BINDING_
     for name in names:
         if _STEP_FOLDER.match(name) or name in (TRACKER, binding_file):
             continue
-        if _LOG_LIKE.search(name) or (is_root and (folder / name).is_dir()):
+        if _LOG_LIKE.search(name) or (is_root and is_folder(folder / name)):
             return True
     return False
 
@@ -147,7 +147,7 @@ def _stamp(folder: Path, names: Iterable[str]) -> Stamp:
     It is the stamp of no file, so the folder is looked at every time.
     """
     status = folder.stat()
-    inner = [path.stat() for path in (folder / name for name in names) if path.exists()]
+    inner = [path.stat() for path in (folder / name for name in names) if is_there(path)]
     return Stamp(
         status.st_size + sum(one.st_size for one in inner),
         max(one.st_mtime_ns for one in (status, *inner)),

@@ -19,7 +19,7 @@ from typing import Any, Final
 import pyarrow as pa
 
 from verl_logsync.columns import RUNTIME, STEP, TIMESTAMP, TableBuilder
-from verl_logsync.errors import LogsyncError, NotALog, quoted, unreadable
+from verl_logsync.errors import LogsyncError, NotALog, quoted
 from verl_logsync.fingerprint import data_folders, essentials
 from verl_logsync.hush import (
     hush_everywhere,
@@ -42,7 +42,7 @@ from verl_logsync.model import (
     SkipReason,
     Stamp,
 )
-from verl_logsync.regular import read_start
+from verl_logsync.regular import is_file, read_start
 from verl_logsync.secrets_mask import mask_config, mask_words
 from verl_logsync.transaction_log import (
     BLOCK_SIZE,
@@ -386,7 +386,7 @@ class _Contents:
         if wanted.is_absolute() or ".." in wanted.parts:
             return
         paths = root.glob(name) if any(c in name for c in "*?[") else [root / name]
-        yield from (path for path in paths if path.is_file())
+        yield from (path for path in paths if is_file(path))
 
     def _with_present_files(self, entry: Entry) -> bytes | None:
         """The artifact's record with paths that exist here; None (and a Skip) if one is lost.
@@ -396,7 +396,7 @@ class _Contents:
         """
         record = entry.record
         for item in record.artifact.manifest.contents:
-            if not item.local_path or Path(item.local_path).is_file():
+            if not item.local_path or is_file(item.local_path):
                 continue
             found = self._carried(item.local_path) or self._same_file(item.size, item.digest)
             if found is None:
@@ -412,12 +412,15 @@ class _Contents:
         """A file that came along in the run folder, under a path relative to it."""
         path = self._folder / place
         inside = not Path(place).is_absolute() and ".." not in Path(place).parts
-        return path.absolute() if inside and path.is_file() else None
+        return path.absolute() if inside and is_file(path) else None
 
     def _same_file(self, size: int, digest: str) -> Path | None:
         for path in sorted((self._folder / "files").rglob("*")):
-            if path.is_file() and path.stat().st_size == size and _md5(path) == digest:
-                return path.absolute()
+            try:
+                if is_file(path) and path.stat().st_size == size and _md5(path) == digest:
+                    return path.absolute()
+            except OSError:
+                continue  # closed to us, or gone since: it is none that could be sent
         return None
 
     def reading(self) -> Reading:
@@ -503,11 +506,7 @@ def _merge(target: dict[str, Any], updates: Mapping[str, Any]) -> None:
 
 def _md5(path: Path) -> str:
     """Digest as W&B's manifests have it (base64 of MD5; an identifier, not a protection)."""
-    hasher = hashlib.md5(usedforsecurity=False)
-    try:
-        hasher.update(path.read_bytes())
-    except OSError as error:
-        raise unreadable(path, error) from error
+    hasher = hashlib.md5(path.read_bytes(), usedforsecurity=False)
     return base64.b64encode(hasher.digest()).decode()
 
 

@@ -16,6 +16,7 @@ from verl_logsync.columns import STEP
 from verl_logsync.errors import UnreadableInput, unreadable
 from verl_logsync.interfaces import Candidate
 from verl_logsync.model import Facts, LogFile, Reading, Skip, SkipReason
+from verl_logsync.regular import is_folder
 from verl_logsync.rollouts.folder import DumpFolder, describe, gone, reduce_folder, survey
 from verl_logsync.rollouts.records import DUMP_NAME
 
@@ -81,7 +82,7 @@ def _is_mostly_dumps(path: Path, names: tuple[str, ...]) -> bool:
     if not dumps or len(others) > max(1, _OTHERS * dumps):
         return False
     # Whatever lies in a claimed folder is not looked at: other logs would be lost.
-    return not any(_LOG.match(name) or (path / name).is_dir() for name in others)
+    return not any(_LOG.match(name) or is_folder(path / name) for name in others)
 
 
 def _nothing_yet(candidate: Candidate, found: DumpFolder | None) -> Skip | None:

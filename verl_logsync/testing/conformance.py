@@ -1,4 +1,4 @@
-"""What every `Source` must do with whole, cut, damaged, vanished and growing files.
+"""What every `Source` must do with whole, cut, damaged, vanished, locked and replaced files.
 
 Run it over a source of your own with a sample that it recognises:
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +24,9 @@ from verl_logsync.discover import discover
 from verl_logsync.errors import InputError
 from verl_logsync.interfaces import Source
 from verl_logsync.model import History, LogFile, Reading
+from verl_logsync.steady import read_steadily
+from verl_logsync.testing._meanwhile import Meanwhile
+from verl_logsync.testing._unprivileged import StillAllowed, without_rights
 
 #: So many places are tried for each kind of damage, if nobody says otherwise.
 PLACES: Final = 60
@@ -30,22 +34,38 @@ _JUNK: Final = (b"\0" * 64, b"\xff\xfe\xfd junk \n", b"{", b"\n\n", b"\r", b'{"s
 
 
 def check_source(
-    source: Source, sample: Path, work: Path, *, seed: int = 0, places: int = PLACES
-) -> None:
+    source: Source,
+    sample: Path,
+    work: Path,
+    *,
+    other: Path | None = None,
+    seed: int = 0,
+    places: int = PLACES,
+) -> tuple[str, ...]:
     """All checks.
 
     Args:
         source: the source.
         sample: a file, or a folder that the source claims as one.
         work: an empty folder for damaged copies.
+        other: another sample, by which the first is replaced while it is read; by default the
+            first half of the same one.
         seed: of the places where damage is done.
         places: how many are tried for each kind of damage; large samples take a while.
+
+    Returns:
+        What could not be checked on this machine, and why: one sentence each.
     """
     rng = random.Random(seed)  # noqa: S311 - reproducible damage, no secret
+    unchecked = []
     for number, check in enumerate(_CHECKS):
         folder = work / f"{number}-{check.__name__}"
         folder.mkdir()
-        check(source, _Sample(sample, folder, places), rng)
+        try:
+            check(source, _Sample(sample, other, folder, places), rng)
+        except StillAllowed as error:
+            unchecked.append(f"{check.__name__}: {error}")
+    return tuple(unchecked)
 
 
 class _Sample:
@@ -54,21 +74,33 @@ class _Sample:
     A source may claim a folder of many files (rollout dumps): then the last of them is damaged.
     """
 
-    def __init__(self, original: Path, work: Path, places: int) -> None:
+    def __init__(self, original: Path, other: Path | None, work: Path, places: int) -> None:
         self.places = places
+        self.moments = max(1, places // 8)
         self._original = original
+        self._other = other
         self._work = work
         self._count = 0
 
     def copy(self) -> Path:
+        return self._copied(self._original)
+
+    def _copied(self, original: Path) -> Path:
         self._count += 1
-        place = self._work / str(self._count) / self._original.parent.name / self._original.name
+        place = self._work / str(self._count) / original.parent.name / original.name
         place.parent.mkdir(parents=True)
-        if self._original.is_dir():
-            shutil.copytree(self._original, place)
+        if original.is_dir():
+            shutil.copytree(original, place)
         else:
-            shutil.copy2(self._original, place)
+            shutil.copy2(original, place)
         return place
+
+    def another(self, source: Source) -> bytes:
+        """The content of another log, by which this one is replaced."""
+        if self._other is not None:
+            return _log_of(source, self._copied(self._other)).read_bytes()
+        data = _log_of(source, self.copy()).read_bytes()
+        return data[: len(data) // 2]
 
 
 def _found(source: Source, path: Path) -> LogFile | None:
@@ -186,6 +218,109 @@ def grows_monotonously(source: Source, sample: _Sample, rng: random.Random) -> N
     assert _steps(_read(source, path)) == whole, "the whole file is read otherwise in the end"
 
 
+def says_when_access_is_denied(source: Source, sample: _Sample, _: random.Random) -> None:
+    """What may not be read is a verdict when it is looked for, and an input error when read.
+
+    Raises:
+        StillAllowed: this machine lets us read what nobody may.
+    """
+    path = sample.copy()
+    file, log = _found(source, path), _log_of(source, path)
+    assert file is not None
+    whole = source.read(file).rows.num_rows
+    for place, mode in _locks(path, log):
+        before = place.stat().st_mode
+        place.chmod(mode)
+        try:
+            found = without_rights(log, partial(discover, [path], [source]))
+            outcome = without_rights(log, partial(_read_or_error, source, file))
+        finally:
+            place.chmod(before)
+        assert found.files or found.skips, f"{place} of mode {mode:o} is passed over in silence"
+        if isinstance(outcome, InputError):
+            assert outcome.place, f"the error names no place: {outcome}"
+        else:
+            lost = whole - outcome.rows.num_rows
+            assert not lost or outcome.skips, f"{place} of mode {mode:o}: {lost} rows lost"
+
+
+def _locks(path: Path, log: Path) -> list[tuple[Path, int]]:
+    """Which permissions are taken: of the log, and of folders: to enter them, or all."""
+    folders = {log.parent, path} if path.is_dir() else {log.parent}
+    return [(log, 0), *((folder, mode) for folder in sorted(folders) for mode in (0, 0o444))]
+
+
+def _read_or_error(source: Source, file: LogFile) -> Reading | InputError:
+    try:
+        return source.read(file)
+    except InputError as error:
+        return error
+
+
+def grows_while_it_is_read(source: Source, sample: _Sample, rng: random.Random) -> None:
+    """What a writer adds meanwhile may be in the rows or not; they begin as the whole file does."""
+    path = sample.copy()
+    log, whole = _log_of(source, path), _steps(_read(source, path))
+    data = log.read_bytes()
+
+    def write() -> None:
+        log.write_bytes(data)
+
+    for _ in range(sample.moments):
+        log.write_bytes(data[: rng.randrange(len(data))])
+        steps = _steps(_read_while(source, path, write, rng))
+        assert _is_beginning(steps, whole), f"steps {steps}"
+
+
+def is_replaced_while_it_is_read(source: Source, sample: _Sample, rng: random.Random) -> None:
+    """A log that another takes the place of is read as the one or the other, never as a mix.
+
+    By rename, as editors and copiers do it, and in place, as a trainer that opens it anew.
+    """
+    path = sample.copy()
+    log = _log_of(source, path)
+    data, other = log.read_bytes(), sample.another(source)
+    logs = [_read(source, path)]
+    log.write_bytes(other)
+    logs.append(_read(source, path))
+    whole = [_digests(reading) for reading in logs if reading is not None]
+
+    def rename() -> None:
+        new = log.with_name(f".{log.name}.new")
+        new.write_bytes(other)
+        new.replace(log)
+
+    def rewrite() -> None:
+        log.write_bytes(other)
+
+    for number in range(2 * sample.moments):
+        log.write_bytes(data)
+        reading = _read_while(source, path, (rename, rewrite)[number % 2], rng)
+        if reading is not None:
+            rows = _digests(reading)
+            assert any(_is_beginning(rows, log) for log in whole), "rows of two logs are mixed"
+
+
+def _read_while(
+    source: Source, path: Path, change: Callable[[], None], rng: random.Random
+) -> Reading | None:
+    """The reading of a file that is changed at some call meanwhile."""
+    file = _found(source, path)
+    if file is None:
+        return None
+    with Meanwhile(change, at=0) as rehearsal:
+        _steadily(source, file)
+    with Meanwhile(change, at=rng.randint(1, max(1, rehearsal.asked))):
+        return _steadily(source, file)
+
+
+def _steadily(source: Source, file: LogFile) -> Reading | None:
+    try:
+        return read_steadily(source, file)
+    except InputError:
+        return None
+
+
 def _log_of(source: Source, path: Path) -> Path:
     """The file that is cut and damaged: the log, or the last file of a folder of logs."""
     file = _found(source, path)
@@ -206,4 +341,7 @@ _CHECKS: Final[tuple[Callable[[Source, _Sample, random.Random], None], ...]] = (
     survives_overwriting,
     says_when_a_file_is_gone,
     grows_monotonously,
+    says_when_access_is_denied,
+    grows_while_it_is_read,
+    is_replaced_while_it_is_read,
 )

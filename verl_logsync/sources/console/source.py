@@ -14,6 +14,7 @@ from verl_logsync.errors import InputError, NotALog
 from verl_logsync.fingerprint import data_folders, essentials
 from verl_logsync.interfaces import Candidate
 from verl_logsync.model import Facts, LogFile, PassThrough, Reading, Skip, SkipReason
+from verl_logsync.regular import is_there
 from verl_logsync.sources.console.attempts import collect
 from verl_logsync.sources.console.blocks import names_of
 from verl_logsync.sources.console.ending import ending
@@ -235,7 +236,7 @@ class _Look:
             detail = "a trainer's console without a step yet"
             return Skip(SkipReason.NOTHING_YET, place, detail, "It is read again next time.")
         other = self.candidate.path.with_suffix(".out")
-        if self.candidate.path.suffix == ".err" and other.exists():
+        if self.candidate.path.suffix == ".err" and is_there(other):
             detail = f"progress bars only; what was logged is in {other.name}"
             return Skip(SkipReason.NOT_RECOGNISED, place, detail)
         hint = (

@@ -6,7 +6,7 @@ import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
 
 from verl_logsync.jsonlines import LONGEST_LINE, parse_line
 from verl_logsync.sources.step_log.headers import Header, header_of
@@ -112,7 +112,8 @@ def _opens_with_validation(line: bytes) -> bool:
 
 
 def _glance_parquet(path: Path) -> Glance | Broken | None:
-    found = parquet_header(path)
+    with path.open("rb") as stream:
+        found = parquet_header(stream)
     if not isinstance(found, tuple) or isinstance(found, Broken):
         return found
     header, metadata = found
@@ -135,8 +136,8 @@ def _validates(path: Path) -> bool:
     return is_validation_only(present)
 
 
-def parquet_header(path: Path) -> tuple[Header, Any] | Broken | None:
-    """A Parquet file's header and metadata; None when it is not of ours. Raises OSError."""
+def parquet_header(stream: BinaryIO) -> tuple[Header, Any] | Broken | None:
+    """A Parquet file's header and metadata; None when it is not of ours."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -144,15 +145,14 @@ def parquet_header(path: Path) -> tuple[Header, Any] | Broken | None:
         "Parquet that ends without its footer, or with a damaged one",
         "Copy it again: StepLogger only ever leaves complete files",
     )
-    with path.open("rb") as stream:
-        try:
-            metadata = pq.read_metadata(stream)
-            words = metadata.metadata or {}
-            if METADATA_KEY not in words:
-                return None
-            schema = metadata.schema.to_arrow_schema()
-        except (pa.ArrowException, OSError, ValueError, OverflowError):
-            return unfinished
+    try:
+        metadata = pq.read_metadata(stream)
+        words = metadata.metadata or {}
+        if METADATA_KEY not in words:
+            return None
+        schema = metadata.schema.to_arrow_schema()
+    except (pa.ArrowException, OSError, ValueError, OverflowError):
+        return unfinished
     header = header_of(words[METADATA_KEY])
     if header is None or words.get(SCHEMA_KEY) != schema_digest(schema):
         return unfinished
@@ -212,10 +212,10 @@ def _first_header(path: Path) -> Header | None:
     try:
         with path.open("rb") as stream:
             line = stream.readline(_HEAD_BYTES)
-        if line.startswith(PARQUET):
-            found = parquet_header(path)
-            return None if found is None or isinstance(found, Broken) else found[0]
-        return header_of(line)
+            if not line.startswith(PARQUET):
+                return header_of(line)
+            found = parquet_header(stream)
+        return None if found is None or isinstance(found, Broken) else found[0]
     except OSError:
         return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import pyarrow as pa
 
@@ -35,12 +35,16 @@ def read_groups(path: Path) -> tuple[Header, list[Group | Skip]]:
         UnreadableInput: the operating system refuses.
         NotALog: the file is cut, damaged, or not a step log.
     """
-    import pyarrow.parquet as pq
-
     try:
-        found = parquet_header(path)
+        # Opened once: the logger replaces its file by a longer one, and groups of two do not mix.
+        with path.open("rb") as stream:
+            return _read_groups(path, stream)
     except OSError as error:
         raise unreadable(path, error) from error
+
+
+def _read_groups(path: Path, stream: BinaryIO) -> tuple[Header, list[Group | Skip]]:
+    found = parquet_header(stream)
     if found is None or isinstance(found, Broken):
         broken = found or Broken("no step log", "")
         raise NotALog(broken.why, place=str(path), hint=broken.hint)
@@ -49,13 +53,19 @@ def read_groups(path: Path) -> tuple[Header, list[Group | Skip]]:
     first = 0
     for number in range(metadata.num_row_groups):
         count = metadata.row_group(number).num_rows
-        try:
-            with pq.ParquetFile(path, page_checksum_verification=True) as file:
-                groups.append(Group(first, file.read_row_group(number)))
-        except _BROKEN as error:
-            place = f"{path} (row group {number})"
-            detail = f"damaged: {str(error).partition(chr(10))[0][:200]}"
-            hint = "Copy it again from the training machine if it is whole there"
-            groups.append(Skip(SkipReason.CORRUPT, place, detail, hint, count))
+        groups.append(_group(path, stream, number, first, count))
         first += count
     return header, groups
+
+
+def _group(path: Path, stream: BinaryIO, number: int, first: int, count: int) -> Group | Skip:
+    import pyarrow.parquet as pq
+
+    try:
+        file = pq.ParquetFile(stream, page_checksum_verification=True)
+        return Group(first, file.read_row_group(number))
+    except _BROKEN as error:
+        place = f"{path} (row group {number})"
+        detail = f"damaged: {str(error).partition(chr(10))[0][:200]}"
+        hint = "Copy it again from the training machine if it is whole there"
+        return Skip(SkipReason.CORRUPT, place, detail, hint, count)
