@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import verl_logsync
-from verl_logsync.pipeline import deriving
+from verl_logsync import diagnostics
+from verl_logsync.pipeline import deriving, recipe
 from verl_logsync.testing.simulate import simulate
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -96,6 +97,62 @@ def test_recompute_sends_all_rows_anew(sick, upload, one_run):
     assert len(one_run().rewinds) == 1
     assert all("health/worst" in row for row in one_run().rows[1:])
     assert [row["_step"] for row in one_run().rows] == sorted({r["_step"] for r in one_run().rows})
+
+
+def _stretches(run) -> list[tuple[str, str, int]]:
+    """(version, version of the set of columns, first step) of a run's marker."""
+    kept = run.config["verl_logsync"]["diagnostics"]
+    return [(by["version"], by["columns_of"], by["first_step"]) for by in kept]
+
+
+def test_other_rules_change_nothing_that_was_sent(sick, upload, server, one_run, tmp_path):
+    """With another content of the same rules file an upload says so, sends no earlier row and
+    alerts of no earlier step again; the config says from which step on the new rules hold."""
+    rules = tmp_path / "rules.toml"
+    rules.write_text("[rules.REWARD_CRASH]\noff = true\n")
+    assert upload.here(sick(40), rules=rules).code == 0
+    before, alerted = [dict(row) for row in one_run().rows], len(_alerts(server))
+    rules.write_text(
+        "[rules.STRICT]\nseverity = 'critical'\nparts.any = { kind = 'level',"
+        " series = 'actor/grad_norm', above = 0.0 }\n"
+    )
+    again = upload.here(sick(40), rules=rules)
+    assert again.rows_sent == 0
+    assert any("other rules" in n and "--recompute" in n for n in again.only["notes"])
+    assert len(_alerts(server)) == alerted
+    more = upload.here(sick(50), rules=rules, verify="full")
+    assert (more.code, more.rows_sent) == (0, 10)
+    assert any("from step 41 on" in note for note in more.only["notes"])
+    assert [dict(row) for row in one_run().rows][: len(before)] == before
+    assert _stretches(one_run()) == [("2", "2", 0), ("2", "2", 41)]
+    assert len({by["options"] for by in one_run().config["verl_logsync"]["diagnostics"]}) == 2
+    assert one_run().rows[-1]["health/STRICT"] == 2
+    assert not any("other rules" in n for n in upload.here(sick(50), rules=rules).only["notes"])
+    assert upload.here(sick(50), rules=rules, recompute=True, verify="full").code == 0
+    assert _stretches(one_run()) == [("2", "2", 0)]
+    judged = {row["_step"]: row.get("health/STRICT") for row in one_run().rows}
+    assert judged == {0: None, **dict.fromkeys(range(1, 51), 2), 27: None}
+
+
+def test_a_run_keeps_its_set_of_columns_over_an_update(sick, upload, one_run, monkeypatch):
+    """A run that an earlier version began goes on with that version's columns, computed by the new
+    one and marked so; a run that is sent anew gets all."""
+    with monkeypatch.context() as patch:
+        patch.setattr(diagnostics, "DIAGNOSTICS_VERSION", "1")
+        patch.setattr(recipe, "DIAGNOSTICS_VERSION", "1")
+        assert upload.here(sick(20)).code == 0
+    before = [dict(row) for row in one_run().rows]
+    result = upload.here(sick(40))
+    (note,) = [n for n in result.only["notes"] if "version" in n]
+    assert "of version 2, and not of 1 from step 21 on" in note
+    assert "--recompute" in note
+    assert [dict(row) for row in one_run().rows][: len(before)] == before
+    assert _stretches(one_run()) == [("1", "1", 0), ("2", "1", 21)]
+    later = {d.key for d in diagnostics.described() if d.since > 1}
+    assert not later & set(one_run().config["verl_logsync"]["added"])
+    assert upload.here(sick(40)).rows_sent == 0
+    assert upload.here(sick(40), recompute=True, verify="full").code == 0
+    assert _stretches(one_run()) == [("2", "2", 0)]
 
 
 def test_another_machine_sends_nothing(sick, upload, one_run, tmp_path):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from datetime import datetime, timezone
 from operator import itemgetter
 from pathlib import Path
@@ -19,7 +20,16 @@ import numpy as np
 
 from verl_logsync.columns import STEP, json_values
 from verl_logsync.errors import StateError, quoted
-from verl_logsync.model import MARKER_KEY, Action, FileRef, History, Marker, Segment, UploadPlan
+from verl_logsync.model import (
+    MARKER_KEY,
+    Action,
+    DerivedBy,
+    FileRef,
+    History,
+    Marker,
+    Segment,
+    UploadPlan,
+)
 from verl_logsync.transaction_log.records import (
     alert_record,
     console_record,
@@ -151,7 +161,7 @@ def marker_value(marker: Marker) -> dict[str, Any]:
         "clock": dict(marker.clock),
         "events": [list(segment) for segment in marker.events],
         "logs": [list(segment) for segment in marker.logs],
-        "diagnostics": marker.diagnostics,
+        "diagnostics": [asdict(by) for by in marker.diagnostics],
         "added": sorted(marker.added),
         "alerts": list(marker.alerts),
     }
@@ -171,7 +181,7 @@ def read_marker(stored: object) -> Marker | None:
             {str(k): float(v) for k, v in dict(stored["clock"]).items()},
             _segments(stored["events"]),
             _segments(stored["logs"]),
-            str(stored.get("diagnostics", "")),
+            _derived_by(stored.get("diagnostics") or ()),
             frozenset(map(str, stored.get("added") or ())),
             tuple(map(str, stored.get("alerts") or ())),
         )
@@ -181,6 +191,17 @@ def read_marker(stored: object) -> Marker | None:
 
 def _segments(stored: Any) -> tuple[Segment, ...]:
     return tuple((str(key), int(first), int(end)) for key, first, end in stored)
+
+
+def _derived_by(stored: Any) -> tuple[DerivedBy, ...]:
+    if isinstance(stored, str):  # the version alone, as the first programs wrote it
+        return (DerivedBy(stored, stored),)
+    return tuple(
+        DerivedBy(
+            str(by["version"]), str(by["columns_of"]), str(by["options"]), int(by["first_step"])
+        )
+        for by in stored
+    )
 
 
 def _counters(history: History) -> Iterator[bytes]:
