@@ -110,18 +110,19 @@ def test_other_rules_change_nothing_that_was_sent(sick, upload, server, one_run,
     alerts of no earlier step again; the config says from which step on the new rules hold."""
     rules = tmp_path / "rules.toml"
     rules.write_text("[rules.REWARD_CRASH]\noff = true\n")
-    assert upload.here(sick(40), rules=rules).code == 0
+    log = sick(40)
+    assert upload.here(log, rules=rules).code == 0
     before, alerted = [dict(row) for row in one_run().rows], len(_alerts(server))
     rules.write_text(
         "[rules.STRICT]\nseverity = 'critical'\nparts.any = { kind = 'level',"
         " series = 'actor/grad_norm', above = 0.0 }\n"
     )
-    again = upload.here(sick(40), rules=rules)
+    again = upload.here(log, rules=rules)
     assert again.rows_sent == 0
     assert any("other rules" in n and "--recompute" in n for n in again.only["notes"])
-    assert len(_alerts(server)) == alerted
     more = upload.here(sick(50), rules=rules, verify="full")
     assert (more.code, more.rows_sent) == (0, 10)
+    assert len(_alerts(server)) == alerted
     assert any("from step 41 on" in note for note in more.only["notes"])
     assert [dict(row) for row in one_run().rows][: len(before)] == before
     assert _stretches(one_run()) == [("2", "2", 0), ("2", "2", 41)]
