@@ -99,6 +99,29 @@ def test_recompute_sends_all_rows_anew(sick, upload, one_run):
     assert [row["_step"] for row in one_run().rows] == sorted({r["_step"] for r in one_run().rows})
 
 
+def test_why_something_is_missing_is_told(sick, upload, one_run):
+    """What could not be computed stands in the run's config with why, and in the text of diagnose
+    when it is asked for."""
+    log = sick(60)
+    assert upload.here(log, final=True).code == 0
+    missing = one_run().config["verl_logsync_missing"]
+    assert "--device-memory-gb" in missing["hybrid_engine/gpu_mem_util"]
+    assert not set(missing) & set(one_run().rows[-1])
+    short, long = (upload.text(log, *more, verb="diagnose")[1] for more in ((), ("-v",)))
+    assert f"not computed: {len(missing)}" in short
+    assert missing["hybrid_engine/gpu_mem_util"] not in short
+    assert all(key in long and why in long for key, why in missing.items())
+
+
+def test_reasons_in_the_config_are_bounded():
+    """A dump with hundreds of keys does not fill the run's config; how many more there are is
+    said."""
+    told = deriving._missing({f"rollout_extra/{n}": "x" * 1000 for n in range(250)})
+    assert len(told) == deriving.MOST_MISSING + 1
+    assert told["..."].startswith("150 more")
+    assert max(map(len, told.values())) <= deriving.LONGEST_REASON
+
+
 def _stretches(run) -> list[tuple[str, str, int]]:
     """(version, version of the set of columns, first step) of a run's marker."""
     kept = run.config["verl_logsync"]["diagnostics"]

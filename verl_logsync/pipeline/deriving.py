@@ -33,6 +33,10 @@ from verl_logsync.transaction_log import gpu_memory
 
 #: The config key of a run under which it is said where the derived series come from.
 PROVENANCE_KEY: Final = "verl_logsync_series"
+#: The same for why other series could not be computed: so many of them, in so many characters each.
+MISSING_KEY: Final = "verl_logsync_missing"
+MOST_MISSING: Final = 100
+LONGEST_REASON: Final = 300
 
 _TAGS: Final = {"critical": "health:critical"}
 
@@ -141,12 +145,25 @@ def _derived(diagnosis: Diagnosis, columns_of: str, options: str) -> Derived:
     worst = diagnosis.worst
     return Derived(
         by=DerivedBy(diagnosis.version, columns_of or diagnosis.version, options),
-        config={PROVENANCE_KEY: {k: dict(v) for k, v in diagnosis.provenance.items()}},
+        config={
+            PROVENANCE_KEY: {k: dict(v) for k, v in diagnosis.provenance.items()},
+            MISSING_KEY: _missing(diagnosis.missing),
+        },
         summary=_summary(diagnosis),
         notes=(f"health: {said}",) if (said := summed_up(diagnosis.findings)) else (),
         tags=(_TAGS[worst],) if worst in _TAGS else (),
         alerts=tuple(_alert(f) for f in diagnosis.findings if f.severity == "critical"),
     )
+
+
+def _missing(reasons: Mapping[str, str]) -> dict[str, str]:
+    """Why series are missing, of a size that a run's config can hold."""
+    shown = {
+        key[:LONGEST_REASON]: reason[:LONGEST_REASON]
+        for key, reason in list(reasons.items())[:MOST_MISSING]
+    }
+    more = len(reasons) - MOST_MISSING
+    return {**shown, "...": f"{more} more: verl-logsync diagnose --json"} if more > 0 else shown
 
 
 def _summary(diagnosis: Diagnosis) -> dict[str, Any]:
