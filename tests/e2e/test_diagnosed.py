@@ -189,9 +189,10 @@ def test_another_machine_sends_nothing(sick, upload, one_run, tmp_path):
     assert one_run().rewinds == []
 
 
-def test_a_step_waits_for_its_dump(tmp_path, upload, one_run):
-    """Where the config asks for rollout dumps, a step of a live run is sent when its dump is there,
-    with its statistics, and tables of groups to look at."""
+@pytest.fixture
+def live(tmp_path):
+    """A run that is being written (steps 0 to 5), whose config names a folder of dumps, and where
+    they will be."""
     logs = tmp_path / "logs"
     shutil.copytree(FIXTURES / "demo" / "outputs", logs)
     shutil.rmtree(logs / "wandb")
@@ -201,12 +202,23 @@ def test_a_step_waits_for_its_dump(tmp_path, upload, one_run):
     log = logs / "grpo_arith" / "qwen_small_grpo.jsonl.1"
     log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:6]))
     dumps = next((FIXTURES / "rollouts" / "v1_0.9").rglob("1.jsonl")).parent
-    (logs / "rollouts").mkdir()
+
+    def dump(step: int) -> None:
+        (logs / "rollouts").mkdir(exist_ok=True)
+        shutil.copy(dumps / f"{step}.jsonl", logs / "rollouts")
+
+    return logs, dump
+
+
+def test_a_step_waits_for_its_dump(live, upload, one_run):
+    """Where the config asks for rollout dumps, a step of a live run is sent when its dump is there,
+    with its statistics, and tables of groups to look at."""
+    logs, dump = live
     (config,) = logs.rglob(".hydra/config.yaml")
     assert "rollout_data_dir" in config.read_text()
     for step in (1, 2):
-        shutil.copy(dumps / f"{step}.jsonl", logs / "rollouts")
-    result = upload.here(logs, tables_every=2)
+        dump(step)
+    result = upload.here(logs, tables_every=2, settle=3600)
     assert result.code == 0, result.report
     rows = {row["_step"]: row for row in one_run().rows}
     assert max(rows) == 2
@@ -215,12 +227,35 @@ def test_a_step_waits_for_its_dump(tmp_path, upload, one_run):
     assert rows[2]["grpo/samples"]["_type"] == "table-file"
     assert rows[2]["grpo/samples"]["path"] in one_run().files
     for step in (3, 4, 5):
-        shutil.copy(dumps / f"{step}.jsonl", logs / "rollouts")
+        dump(step)
     assert upload.here(logs, final=True, tables_every=2).code == 0
     rows = {row["_step"]: row for row in one_run().rows}
     assert sorted(rows) == [0, 1, 2, 3, 4, 5]
     assert all("grpo/zero_spread_share" in rows[step] for step in range(1, 6))
     assert one_run().rewinds == []
+
+
+def test_the_first_steps_wait_for_their_dumps_too(live, upload, one_run):
+    """Before any dump is there nothing but the validation of step 0 is sent, and all steps that
+    wait are named; they come with their dumps, and then nothing more."""
+    logs, dump = live
+    first = upload.here(logs, settle=3600)
+    assert (first.code, [row["_step"] for row in one_run().rows]) == (0, [0])
+    (note,) = [n for n in first.only["notes"] if "held back" in n]
+    assert note.startswith("steps 1-5 are held back")
+    assert "dump of step 1 is not there yet" in note
+    for step in (1, 2):
+        dump(step)
+    assert upload.here(logs, settle=3600).rows_sent == 2
+    assert upload.here(logs, settle=3600).rows_sent == 0
+    for step in (3, 4, 5):
+        dump(step)
+    assert upload.here(logs, settle=3600).rows_sent == 2
+    last = upload.here(logs, final=True, verify="full")
+    assert (last.code, last.rows_sent) == (0, 1)
+    assert all("grpo/zero_spread_share" in row for row in one_run().rows[1:])
+    assert one_run().rewinds == []
+    assert upload.here(logs, final=True).rows_sent == 0
 
 
 def test_what_was_logged_is_sent_also_when_diagnostics_fail(

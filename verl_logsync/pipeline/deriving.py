@@ -17,7 +17,9 @@ import pyarrow as pa
 
 from verl_logsync.columns import STEP, TIMESTAMP, as_numbers
 from verl_logsync.diagnostics import DiagnoseOptions, Diagnosis, Finding, diagnose
+from verl_logsync.diagnostics.canonical import is_fully_async
 from verl_logsync.diagnostics.rules import PREFIX, WORST
+from verl_logsync.diagnostics.series import Frame
 from verl_logsync.diagnostics.tables import SAMPLES, sample_tables
 from verl_logsync.diagnostics.wording import summed_up
 from verl_logsync.errors import InputError, LogsyncError
@@ -25,6 +27,7 @@ from verl_logsync.model import Alert, DerivedBy, FileRef, History, PassThrough, 
 from verl_logsync.pipeline.engine import Engine, attempted
 from verl_logsync.pipeline.loading import Loaded
 from verl_logsync.plan import Derived
+from verl_logsync.readiness import NO_DUMP_YET
 from verl_logsync.rollouts.cache import ReductionCache
 from verl_logsync.rollouts.folder import reduce_folder
 from verl_logsync.rollouts.values import ReductionOptions, StepReduction
@@ -205,11 +208,15 @@ def _reductions(
 
 
 def _dumped_to(loaded: Loaded, reductions: Iterable[StepReduction]) -> int | None:
-    """The last step whose training dump is whole; None where none is to be waited for."""
-    if not _at(loaded.around.config, "trainer.rollout_data_dir"):
+    """The last step whose training dump is whole; None where none is to be waited for.
+
+    The fully-async trainer's dumps count its updates, not the steps of the log.
+    """
+    frame = Frame(loaded.history.table, {})
+    if not _at(loaded.around.config, "trainer.rollout_data_dir") or is_fully_async(frame).any():
         return None
     whole = (r.step for r in reductions if r.kind != "validation" and r.rows and not r.partial)
-    return max(whole, default=None)
+    return max(whole, default=NO_DUMP_YET)
 
 
 def _reduction_options(settings: Settings, config: Mapping[str, Any]) -> ReductionOptions:
