@@ -195,8 +195,8 @@ def diagnose_paths(
     """Every run below some paths, diagnosed, or the error that prevents it."""
     from verl_logsync.pipeline.deriving import check_options, diagnosed_or_error
 
-    check_options(settings)
     engine = _reader(settings)
+    check_options(engine)
     found = pipeline.survey(engine, paths)
     results: list[tuple[RunSources, Diagnosed | LogsyncError]] = []
     for run in found.runs:

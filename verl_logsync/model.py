@@ -472,6 +472,21 @@ Segment = tuple[str, int, int]
 
 
 @dataclass(frozen=True, slots=True)
+class DerivedBy:
+    """What made the derived columns of the rows from `first_step` on, up to the next of its kind.
+
+    `version` is that of the diagnostics, empty where none were added; `columns_of` is the version
+    whose set of columns they keep to. `options` is a digest of the rules and of the options that
+    decide values, empty where it is not known.
+    """
+
+    version: str = ""
+    columns_of: str = ""
+    options: str = ""
+    first_step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Marker:
     """What the tool writes into a run's config, to find and recognise it again.
 
@@ -479,7 +494,7 @@ class Marker:
     are the first records' digests of its files, `digest` covers its rows up to `last_step`,
     `clock` pins what the estimated clock settled on (see `verl_logsync.clock`), and `events` and
     `logs` say in which order system metrics and console lines of which log were sent.
-    `diagnostics` is the version that derived the columns `added`, and `alerts` name what was
+    `diagnostics` say what derived the columns `added` of which rows, and `alerts` name what was
     alerted.
     """
 
@@ -491,7 +506,7 @@ class Marker:
     clock: Mapping[str, float] = field(default_factory=dict)
     events: tuple[Segment, ...] = ()
     logs: tuple[Segment, ...] = ()
-    diagnostics: str = ""
+    diagnostics: tuple[DerivedBy, ...] = ()
     added: frozenset[str] = frozenset()
     alerts: tuple[str, ...] = ()
 

@@ -10,12 +10,15 @@ import numpy as np
 
 from verl_logsync.assemble import Surroundings, summarise
 from verl_logsync.columns import STEP
+from verl_logsync.derived_by import changed, continued, of_others
 from verl_logsync.digests import canonical, overall_digest, row_digests
 from verl_logsync.held import Comparison, Held, compare, countable_keys, key_counts
 from verl_logsync.lacking import Lacking, lacking, nothing_but_rows
 from verl_logsync.model import (
+    SENDING,
     Action,
     Alert,
+    DerivedBy,
     Expectation,
     History,
     Marker,
@@ -34,12 +37,12 @@ _Hashes = np.ndarray[Any, np.dtype[np.uint64]]
 class Derived:
     """What was derived from the history besides columns.
 
-    `version` names the program that derived them; `config` goes into the run's config, `summary`
+    `by` says which diagnostics derived them; `config` goes into the run's config, `summary`
     into its summary, `tags` are added to the run's, `alerts` are told once each, `notes` are for
     the report.
     """
 
-    version: str = ""
+    by: DerivedBy = field(default_factory=DerivedBy)
     config: Mapping[str, Any] = field(default_factory=dict)
     summary: Mapping[str, Any] = field(default_factory=dict)
     tags: tuple[str, ...] = ()
@@ -260,25 +263,43 @@ def _filled(
         notes=(
             *decision.notes,
             *ready.notes,
-            *_version_note(situation),
+            *_version_note(situation, decision),
             *_late_note(situation, decision),
             *situation.derived.notes,
         ),
-        alerts=_alerts(situation),
+        alerts=_alerts(situation, decision),
         tags=_tags(situation),
     )
     return replace(plan, expect=_expectation(situation, relation, plan))
 
 
-def _alerts(situation: Situation) -> tuple[Alert, ...]:
-    """What was not told yet; the marker that says so goes first, so that nothing is told twice."""
-    remote, last = situation.remote, situation.history.last_step
-    told = remote.marker.alerts if remote is not None and remote.marker is not None else ()
+def _alerts(situation: Situation, decision: _Decision) -> tuple[Alert, ...]:
+    """What was not told yet; the marker that says so goes first, so that nothing is told twice.
+
+    Steps that other diagnostics were about already are told nothing new of.
+    """
+    remote, last, by = situation.remote, situation.history.last_step, situation.derived.by
+    marker = remote.marker if remote is not None else None
+    told, stretches = (marker.alerts, marker.diagnostics) if marker is not None else ((), ())
+    sent_from = _first_sent(situation, decision)
     return tuple(
         alert
         for alert in situation.derived.alerts
-        if alert.key not in told and last is not None and alert.step <= last
+        if alert.key not in told
+        and last is not None
+        and alert.step <= last
+        and (
+            (sent_from is not None and alert.step >= sent_from)
+            or not of_others(stretches, by, alert.step)
+        )
     )
+
+
+def _first_sent(situation: Situation, decision: _Decision) -> int | None:
+    """The step of the first row that goes over the wire."""
+    steps = situation.history.steps
+    sends = decision.action in SENDING and decision.first_row < len(steps)
+    return int(steps[decision.first_row]) if sends else None
 
 
 def _tags(situation: Situation) -> tuple[str, ...] | None:
@@ -290,14 +311,18 @@ def _tags(situation: Situation) -> tuple[str, ...] | None:
     return (*remote.tags, *new) if new else None
 
 
-def _version_note(situation: Situation) -> tuple[str, ...]:
+def _version_note(situation: Situation, decision: _Decision) -> tuple[str, ...]:
     """Earlier rows keep the derived columns that they were sent with."""
-    remote, version = situation.remote, situation.derived.version
-    known = remote.marker.diagnostics if remote is not None and remote.marker is not None else ""
-    if not known or not version or known == version or situation.recompute:
+    remote, by = situation.remote, situation.derived.by
+    known = remote.marker.diagnostics if remote is not None and remote.marker is not None else ()
+    if not known or not known[-1].version or not by.version or decision.first_row == 0:
         return ()
+    if not (what := changed(known[-1], by)):
+        return ()
+    sent_from = _first_sent(situation, decision)
+    since = f" from step {sent_from} on" if sent_from is not None else ""
     return (
-        f"diagnostics are of version {version}, those of earlier rows of version {known}: "
+        f"diagnostics are {what}{since}; earlier rows keep theirs, and the run its set of columns: "
         "--recompute sends all rows anew",
     )
 
@@ -333,14 +358,20 @@ def _marker(situation: Situation, decision: _Decision, along: Lacking, digests: 
         situation.pins,
         along.events,
         along.logs,
-        situation.derived.version or (before.diagnostics if before is not None else ""),
+        continued(
+            before.diagnostics if before is not None else (),
+            situation.derived.by,
+            _first_sent(situation, decision),
+        ),
         history.added | (before.added if before is not None else frozenset()),
-        tuple(dict.fromkeys((*(before.alerts if before else ()), *_alert_keys(situation)))),
+        tuple(
+            dict.fromkeys((*(before.alerts if before else ()), *_alert_keys(situation, decision)))
+        ),
     )
 
 
-def _alert_keys(situation: Situation) -> Iterator[str]:
-    return (alert.key for alert in _alerts(situation))
+def _alert_keys(situation: Situation, decision: _Decision) -> Iterator[str]:
+    return (alert.key for alert in _alerts(situation, decision))
 
 
 def _sends_summary(situation: Situation, first_row: int, summary: Mapping[str, Any]) -> bool:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from verl_logsync.assemble import Surroundings
+from verl_logsync.columns import TIMESTAMP, as_numbers
 from verl_logsync.model import History, RunState
+from verl_logsync.verl_keys import training_rows
+
+_Ints = np.ndarray[Any, np.dtype[np.int64]]
+
+#: No step has its rollout dump yet, and there will be some.
+NO_DUMP_YET: Final = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +54,8 @@ def judge(
     """Judge a run by its end, its age and the user's patience.
 
     Args:
-        dumped_to: the last step whose rollout dump is there; None when none is to be waited for.
+        dumped_to: the last step whose rollout dump is there (`NO_DUMP_YET`: of none); None when
+            no dump is to be waited for.
         changed_at: latest modification of its files, seconds since 1970.
         now: seconds since 1970.
     """
@@ -59,11 +67,11 @@ def judge(
         return Readiness(rows, "finished", 0, None, ("finished because of --final",))
     age = now - changed_at
     if age < patience.settle:
-        note = _held_back(history, age) if rows else ()
-        ready = max(rows - 1, 0)
-        if dumped_to is not None:
-            ready = min(ready, int(np.searchsorted(history.steps, dumped_to, side="right")))
-        return Readiness(ready, "running", 0, changed_at + patience.settle, note)
+        settled_at = changed_at + patience.settle
+        waiting = _without_dump(history, dumped_to, now - patience.settle)
+        ready = int(min([max(rows - 1, 0), *waiting[:1]]))
+        note = _held_back(history, ready, age, bool(len(waiting))) if rows else ()
+        return Readiness(ready, "running", 0, settled_at, note)
     if age < patience.stale_after:
         return Readiness(rows, "running", 0, changed_at + patience.stale_after)
     offline = around.offline_last_step
@@ -88,10 +96,34 @@ def _recorded_end(
     return None
 
 
-def _held_back(history: History, age: float) -> tuple[str, ...]:
+def _without_dump(history: History, dumped_to: int | None, since: float) -> _Ints:
+    """The rows of training steps that still wait for their dump, which is written before the row.
+
+    A row that was logged before `since` waits no longer: its dump may lie where nobody looks.
+    """
+    if dumped_to is None or not len(history):
+        return np.empty(0, dtype=np.int64)
+    logged = history.table.drop_columns(sorted(history.added & set(history.table.column_names)))
+    waiting = training_rows(logged) & (history.steps > dumped_to)
+    if TIMESTAMP in history.table.column_names:
+        times = as_numbers(history.table.column(TIMESTAMP))
+        with np.errstate(invalid="ignore"):
+            waiting &= ~(times < since)
+    return np.flatnonzero(waiting)
+
+
+def _held_back(history: History, ready: int, age: float, waits: bool) -> tuple[str, ...]:
+    first, last = int(history.steps[ready]), history.last_step
+    changed = f"files changed {max(age, 0):.0f} s ago"
+    if first == last:
+        dump = ", or bring its rollout dump," if waits else ""
+        return (
+            f"step {last} is held back: its {changed} and may still complete it{dump} (--final "
+            "sends it now)",
+        )
     return (
-        f"step {history.last_step} is held back: its files changed {max(age, 0):.0f} s ago and "
-        "may still complete it (--final sends it now)",
+        f"steps {first}-{last} are held back: their {changed}, and the rollout dump of step "
+        f"{first} is not there yet (--final sends them now)",
     )
 
 

@@ -104,15 +104,17 @@ class Settings:
 
     @property
     def decisive(self) -> str:
-        """The settings that decide what is sent, as text: another choice makes work again."""
+        """The settings that decide what is sent, as text: another choice makes work again.
+
+        Those of diagnostics decide through `pipeline.recipe`, the rules by their content.
+        """
         return repr(
             (
                 *(self.on_overlap, self.keep_tail, self.on_rewrite, self.on_restart, self.runtime),
                 *(self.settle, self.stale_after, self.final),
                 *(self.runs, self.merge, self.offsets),
                 *(self.rank_rules, self.per_rank, self.rank_spread),
-                *(self.diagnostics, self.rules, self.device_memory_gb, self.success_threshold),
-                *(self.answer_pattern, self.format_pattern, self.tables_every),
+                self.diagnostics,
             )
         )
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import verl_logsync
-from verl_logsync.pipeline import deriving
+from verl_logsync import diagnostics
+from verl_logsync.pipeline import deriving, recipe
 from verl_logsync.testing.simulate import simulate
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -98,6 +99,86 @@ def test_recompute_sends_all_rows_anew(sick, upload, one_run):
     assert [row["_step"] for row in one_run().rows] == sorted({r["_step"] for r in one_run().rows})
 
 
+def test_why_something_is_missing_is_told(sick, upload, one_run):
+    """What could not be computed stands in the run's config with why, and in the text of diagnose
+    when it is asked for."""
+    log = sick(60)
+    assert upload.here(log, final=True).code == 0
+    missing = one_run().config["verl_logsync_missing"]
+    assert "--device-memory-gb" in missing["hybrid_engine/gpu_mem_util"]
+    assert not set(missing) & set(one_run().rows[-1])
+    short, long = (upload.text(log, *more, verb="diagnose")[1] for more in ((), ("-v",)))
+    assert f"not computed: {len(missing)}" in short
+    assert missing["hybrid_engine/gpu_mem_util"] not in short
+    assert all(key in long and why in long for key, why in missing.items())
+
+
+def test_reasons_in_the_config_are_bounded():
+    """A dump with hundreds of keys does not fill the run's config; how many more there are is
+    said."""
+    told = deriving._missing({f"rollout_extra/{n}": "x" * 1000 for n in range(250)})
+    assert len(told) == deriving.MOST_MISSING + 1
+    assert told["..."].startswith("150 more")
+    assert max(map(len, told.values())) <= deriving.LONGEST_REASON
+
+
+def _stretches(run) -> list[tuple[str, str, int]]:
+    """(version, version of the set of columns, first step) of a run's marker."""
+    kept = run.config["verl_logsync"]["diagnostics"]
+    return [(by["version"], by["columns_of"], by["first_step"]) for by in kept]
+
+
+def test_other_rules_change_nothing_that_was_sent(sick, upload, server, one_run, tmp_path):
+    """With another content of the same rules file an upload says so, sends no earlier row and
+    alerts of no earlier step again; the config says from which step on the new rules hold."""
+    rules = tmp_path / "rules.toml"
+    rules.write_text("[rules.REWARD_CRASH]\noff = true\n")
+    log = sick(40)
+    assert upload.here(log, rules=rules).code == 0
+    before, alerted = [dict(row) for row in one_run().rows], len(_alerts(server))
+    rules.write_text(
+        "[rules.STRICT]\nseverity = 'critical'\nparts.any = { kind = 'level',"
+        " series = 'actor/grad_norm', above = 0.0 }\n"
+    )
+    again = upload.here(log, rules=rules)
+    assert again.rows_sent == 0
+    assert any("other rules" in n and "--recompute" in n for n in again.only["notes"])
+    more = upload.here(sick(50), rules=rules, verify="full")
+    assert (more.code, more.rows_sent) == (0, 10)
+    assert len(_alerts(server)) == alerted
+    assert any("from step 41 on" in note for note in more.only["notes"])
+    assert [dict(row) for row in one_run().rows][: len(before)] == before
+    assert _stretches(one_run()) == [("2", "2", 0), ("2", "2", 41)]
+    assert len({by["options"] for by in one_run().config["verl_logsync"]["diagnostics"]}) == 2
+    assert one_run().rows[-1]["health/STRICT"] == 2
+    assert not any("other rules" in n for n in upload.here(sick(50), rules=rules).only["notes"])
+    assert upload.here(sick(50), rules=rules, recompute=True, verify="full").code == 0
+    assert _stretches(one_run()) == [("2", "2", 0)]
+    judged = {row["_step"]: row.get("health/STRICT") for row in one_run().rows}
+    assert judged == {0: None, **dict.fromkeys(range(1, 51), 2), 27: None}
+
+
+def test_a_run_keeps_its_set_of_columns_over_an_update(sick, upload, one_run, monkeypatch):
+    """A run that an earlier version began goes on with that version's columns, computed by the new
+    one and marked so; a run that is sent anew gets all."""
+    with monkeypatch.context() as patch:
+        patch.setattr(diagnostics, "DIAGNOSTICS_VERSION", "1")
+        patch.setattr(recipe, "DIAGNOSTICS_VERSION", "1")
+        assert upload.here(sick(20)).code == 0
+    before = [dict(row) for row in one_run().rows]
+    result = upload.here(sick(40))
+    (note,) = [n for n in result.only["notes"] if "version" in n]
+    assert "of version 2, and not of 1 from step 21 on" in note
+    assert "--recompute" in note
+    assert [dict(row) for row in one_run().rows][: len(before)] == before
+    assert _stretches(one_run()) == [("1", "1", 0), ("2", "1", 21)]
+    later = {d.key for d in diagnostics.described() if d.since > 1}
+    assert not later & set(one_run().config["verl_logsync"]["added"])
+    assert upload.here(sick(40)).rows_sent == 0
+    assert upload.here(sick(40), recompute=True, verify="full").code == 0
+    assert _stretches(one_run()) == [("2", "2", 0)]
+
+
 def test_another_machine_sends_nothing(sick, upload, one_run, tmp_path):
     """Without the ledger, and with other diagnostics, the rows on the server are still ours."""
     log = sick(60)
@@ -108,9 +189,10 @@ def test_another_machine_sends_nothing(sick, upload, one_run, tmp_path):
     assert one_run().rewinds == []
 
 
-def test_a_step_waits_for_its_dump(tmp_path, upload, one_run):
-    """Where the config asks for rollout dumps, a step of a live run is sent when its dump is there,
-    with its statistics, and tables of groups to look at."""
+@pytest.fixture
+def live(tmp_path):
+    """A run that is being written (steps 0 to 5), whose config names a folder of dumps, and where
+    they will be."""
     logs = tmp_path / "logs"
     shutil.copytree(FIXTURES / "demo" / "outputs", logs)
     shutil.rmtree(logs / "wandb")
@@ -120,12 +202,23 @@ def test_a_step_waits_for_its_dump(tmp_path, upload, one_run):
     log = logs / "grpo_arith" / "qwen_small_grpo.jsonl.1"
     log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:6]))
     dumps = next((FIXTURES / "rollouts" / "v1_0.9").rglob("1.jsonl")).parent
-    (logs / "rollouts").mkdir()
+
+    def dump(step: int) -> None:
+        (logs / "rollouts").mkdir(exist_ok=True)
+        shutil.copy(dumps / f"{step}.jsonl", logs / "rollouts")
+
+    return logs, dump
+
+
+def test_a_step_waits_for_its_dump(live, upload, one_run):
+    """Where the config asks for rollout dumps, a step of a live run is sent when its dump is there,
+    with its statistics, and tables of groups to look at."""
+    logs, dump = live
     (config,) = logs.rglob(".hydra/config.yaml")
     assert "rollout_data_dir" in config.read_text()
     for step in (1, 2):
-        shutil.copy(dumps / f"{step}.jsonl", logs / "rollouts")
-    result = upload.here(logs, tables_every=2)
+        dump(step)
+    result = upload.here(logs, tables_every=2, settle=3600)
     assert result.code == 0, result.report
     rows = {row["_step"]: row for row in one_run().rows}
     assert max(rows) == 2
@@ -134,12 +227,35 @@ def test_a_step_waits_for_its_dump(tmp_path, upload, one_run):
     assert rows[2]["grpo/samples"]["_type"] == "table-file"
     assert rows[2]["grpo/samples"]["path"] in one_run().files
     for step in (3, 4, 5):
-        shutil.copy(dumps / f"{step}.jsonl", logs / "rollouts")
+        dump(step)
     assert upload.here(logs, final=True, tables_every=2).code == 0
     rows = {row["_step"]: row for row in one_run().rows}
     assert sorted(rows) == [0, 1, 2, 3, 4, 5]
     assert all("grpo/zero_spread_share" in rows[step] for step in range(1, 6))
     assert one_run().rewinds == []
+
+
+def test_the_first_steps_wait_for_their_dumps_too(live, upload, one_run):
+    """Before any dump is there nothing but the validation of step 0 is sent, and all steps that
+    wait are named; they come with their dumps, and then nothing more."""
+    logs, dump = live
+    first = upload.here(logs, settle=3600)
+    assert (first.code, [row["_step"] for row in one_run().rows]) == (0, [0])
+    (note,) = [n for n in first.only["notes"] if "held back" in n]
+    assert note.startswith("steps 1-5 are held back")
+    assert "dump of step 1 is not there yet" in note
+    for step in (1, 2):
+        dump(step)
+    assert upload.here(logs, settle=3600).rows_sent == 2
+    assert upload.here(logs, settle=3600).rows_sent == 0
+    for step in (3, 4, 5):
+        dump(step)
+    assert upload.here(logs, settle=3600).rows_sent == 2
+    last = upload.here(logs, final=True, verify="full")
+    assert (last.code, last.rows_sent) == (0, 1)
+    assert all("grpo/zero_spread_share" in row for row in one_run().rows[1:])
+    assert one_run().rewinds == []
+    assert upload.here(logs, final=True).rows_sent == 0
 
 
 def test_what_was_logged_is_sent_also_when_diagnostics_fail(

@@ -19,6 +19,7 @@ from verl_logsync.cli.printing import say
 @click.command()
 @paths_argument
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+@click.option("--verbose", "-v", is_flag=True, help="Say also what could not be computed, and why.")
 @click.option(
     "--fail-on",
     type=click.Choice(["warning", "critical"]),
@@ -26,7 +27,9 @@ from verl_logsync.cli.printing import say
 )
 @diagnostics_options
 @grouping_options
-def diagnose(paths: tuple[Path, ...], as_json: bool, fail_on: str | None, **options: Any) -> int:
+def diagnose(
+    paths: tuple[Path, ...], as_json: bool, verbose: bool, fail_on: str | None, **options: Any
+) -> int:
     """Say what went wrong in the runs below PATHS, at which steps, and what to do about it.
 
     Judged are the logged metrics, what is derived from them, and the rollout dumps. Nothing is
@@ -48,7 +51,7 @@ def diagnose(paths: tuple[Path, ...], as_json: bool, fail_on: str | None, **opti
                 lines = [f"FAIL {run.target.project}/{run.name}", *error_lines(result)]
             else:
                 rows = len(result.loaded.history)
-                lines = list(diagnosis_lines(run, rows, result.diagnosis))
+                lines = list(diagnosis_lines(run, rows, result.diagnosis, verbose=verbose))
             for line in lines:
                 say(line)
         for line in problem_lines(found.skips):

@@ -106,10 +106,10 @@ def diagnostics_options(function: _F) -> _F:
             help="Scores from here on are solved prompts (default: 1, where scores are 0 and 1).",
         ),
         click.option(
-            "--answer-pattern", metavar="REGEX", help="Finds the final answer in outputs."
+            "--answer-pattern", metavar="REGEX", help="Finds the final answer in outputs (RE2)."
         ),
         click.option(
-            "--format-pattern", metavar="REGEX", help="Found in outputs of the right form."
+            "--format-pattern", metavar="REGEX", help="Found in outputs of the right form (RE2)."
         ),
         click.option(
             "--tables-every",

@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from verl_logsync.columns import STEP
 from verl_logsync.diagnostics.canonical import canonical, is_fully_async, version_hint
+from verl_logsync.diagnostics.column_set import ColumnSet
 from verl_logsync.diagnostics.configuration import Configuration
 from verl_logsync.diagnostics.derived import Asked, Given, Made, gathered
 from verl_logsync.diagnostics.described import DESCRIBED
@@ -44,8 +45,9 @@ __all__ = [
     "with_columns",
 ]
 
-#: Raise it whenever a column changes its meaning or its values for the same rows.
-DIAGNOSTICS_VERSION: Final = "1"
+#: Raise it whenever a column changes its meaning or its values for the same rows, or is new: new
+#: columns and rules name it as their `since`.
+DIAGNOSTICS_VERSION: Final = "2"
 
 #: Every derivation from the history: what it is given, and the series it makes of it.
 DERIVATIONS: Final[tuple[Callable[[Asked], list[Made]], ...]] = (canonical, exact)
@@ -56,7 +58,8 @@ class DiagnoseOptions:
     """What the history and the dumps do not say, and what to look for.
 
     Sizes are in GiB, `gpu_memory_percent` (0 to 100) and `gpu_memory_bytes` by step. `rules` are
-    those of `load_rules`.
+    those of `load_rules`. Columns and rules that version `columns_of` of the diagnostics did not
+    have are left out (empty: none are).
     """
 
     device_memory_gb: float | None = None
@@ -64,6 +67,7 @@ class DiagnoseOptions:
     gpu_memory_percent: Mapping[int, float] = field(default_factory=dict)
     gpu_memory_bytes: Mapping[int, float] = field(default_factory=dict)
     rules: tuple[Rule, ...] | None = None
+    columns_of: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +114,19 @@ def diagnose(
     configuration = Configuration(config)
     frame = Frame(table, {})
     asked = Asked(frame, configuration, _given(options, reductions))
-    made = [one for derive in DERIVATIONS for one in derive(asked)]
+    allowed = ColumnSet(options.columns_of, described())
+    computed = [one for derive in DERIVATIONS for one in derive(asked)]
+    made = [one for one in computed if allowed.has(one.key)]
     derived = gathered(frame, made)
     groups, unused, why_not = _groups(frame, reductions)
+    groups = groups.select([n for n in groups.column_names if n == STEP or allowed.has(n)])
     full = frame.with_added(
         {**{m.key: m.series for m in made if m.series.there.any()}, **_numbers(groups)}
     )
     rules = load_rules() if options.rules is None else options.rules
-    health = judge(full, configuration, rules)
-    missing = {**derived.missing, **why_not, **_missing_of(reductions)}
+    health = judge(full, configuration, allowed.rules(rules))
+    later = allowed.lacking(one.key for one in computed)
+    missing = {**derived.missing, **why_not, **_missing_of(reductions), **later}
     return Diagnosis(
         DIAGNOSTICS_VERSION,
         _joined(derived.columns, groups, health.columns),

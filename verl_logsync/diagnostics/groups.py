@@ -23,7 +23,8 @@ class Described:
     """One key: how it is computed, from what, what is healthy, and who says so.
 
     A `{k}` or `{KEY}` in the key stands for a number or a name. "rule" as source means practice
-    or a derivation, not a published bound.
+    or a derivation, not a published bound. `since` is the version of the diagnostics that has it
+    first.
     """
 
     key: str
@@ -32,6 +33,7 @@ class Described:
     healthy: str
     source: str
     unit: str = "1"
+    since: int = 1
 
 
 _DUMP: Final = "rollout dump"
@@ -311,7 +313,8 @@ _HISTOGRAMS: Final[Mapping[str, str]] = {
     "group_means": "grpo/group_means",
     "group_spreads": "grpo/group_spread",
 }
-_VALIDATION: Final[Mapping[str, str]] = {
+#: The families of keys of validation dumps, by those of training dumps.
+VALIDATION: Final[Mapping[str, str]] = {
     "grpo": "grpo_val",
     "reward": "reward_val",
     "rollout_extra": "rollout_extra_val",
@@ -340,7 +343,7 @@ def _named(reduction: StepReduction) -> Iterator[tuple[str, Any]]:
     for key, value in _values(reduction):
         if reduction.kind == "validation":
             family, _, rest = key.partition("/")
-            yield f"{_VALIDATION[family]}/{rest}", value
+            yield f"{VALIDATION[family]}/{rest}", value
         else:
             yield key, value
 

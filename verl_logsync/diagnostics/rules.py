@@ -30,7 +30,7 @@ class Rule:
     """All `conditions` at one step make a finding; with those of `critical` a critical one.
 
     The first condition is the one that is reported. Findings with at most `merge` judged rows
-    between them are one.
+    between them are one. `since` is the version of the diagnostics that has the rule first.
     """
 
     code: str
@@ -41,6 +41,7 @@ class Rule:
     conditions: tuple[Condition, ...]
     critical: tuple[Condition, ...] = ()
     merge: int = 10
+    since: int = 1
 
     @property
     def has_column(self) -> bool:
@@ -116,7 +117,7 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _RULE_KEYS: Final = frozenset(
-    {"title", "severity", "advice", "source", "parts", "critical", "merge", "off"}
+    {"title", "severity", "advice", "source", "parts", "critical", "merge", "since", "off"}
 )
 
 
@@ -145,6 +146,7 @@ def _rule(code: str, table: Any, place: str) -> Rule:
         conditions,
         _critical(parts, more, where) if more else (),
         _whole(table.get("merge", 10), f"{where} merge"),
+        _whole(table.get("since", 1), f"{where} since"),
     )
 
 

@@ -68,7 +68,7 @@ def survey(engine: Engine, paths: Sequence[Path]) -> Catalog:
 def upload(engine: Engine, paths: Sequence[Path]) -> Report:
     """Bring the server up to date with everything under the paths."""
     if engine.settings.diagnostics:
-        check_options(engine.settings)
+        check_options(engine)
     found = survey(engine, paths)
     runs, settled = _open_runs(engine, found)
     outcomes = [*settled, *_upload_all(engine, runs)]
@@ -195,7 +195,7 @@ def _open_runs(engine: Engine, found: Catalog) -> tuple[list[RunSources], list[O
     ledger, settings = engine.ledger, engine.settings
     if ledger is None or settings.verify == "full" or settings.recompute:
         return sorted(found.runs, key=lambda run: run.changed_at), []
-    done = ledger.settled(found.runs, engine.now(), settings.decisive)
+    done = ledger.settled(found.runs, engine.now(), engine.decisive)
     remembered = {run.target: run for run in ledger.runs()}
     outcomes = [_unchanged(run, remembered[run.target]) for run in found.runs if run.target in done]
     todo = [run for run in found.runs if run.target not in done]

@@ -275,7 +275,7 @@ def _remember(engine: Engine, item: Prepared) -> None:
     engine.ledger.confirm(
         run,
         confirmed,
-        engine.settings.decisive,
+        engine.decisive,
         recheck,
         int(outcome.exit_code),
         _attention(item) if outcome.exit_code else (),

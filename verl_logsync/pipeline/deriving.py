@@ -16,15 +16,18 @@ import numpy as np
 import pyarrow as pa
 
 from verl_logsync.columns import STEP, TIMESTAMP, as_numbers
-from verl_logsync.diagnostics import DiagnoseOptions, Diagnosis, Finding, diagnose, load_rules
+from verl_logsync.diagnostics import DiagnoseOptions, Diagnosis, Finding, diagnose
+from verl_logsync.diagnostics.canonical import is_fully_async
 from verl_logsync.diagnostics.rules import PREFIX, WORST
+from verl_logsync.diagnostics.series import Frame
 from verl_logsync.diagnostics.tables import SAMPLES, sample_tables
 from verl_logsync.diagnostics.wording import summed_up
-from verl_logsync.errors import InputError, LogsyncError, UsageError
-from verl_logsync.model import Alert, FileRef, History, PassThrough, Skip, SkipReason
+from verl_logsync.errors import InputError, LogsyncError
+from verl_logsync.model import Alert, DerivedBy, FileRef, History, PassThrough, Skip, SkipReason
 from verl_logsync.pipeline.engine import Engine, attempted
 from verl_logsync.pipeline.loading import Loaded
 from verl_logsync.plan import Derived
+from verl_logsync.readiness import NO_DUMP_YET
 from verl_logsync.rollouts.cache import ReductionCache
 from verl_logsync.rollouts.folder import reduce_folder
 from verl_logsync.rollouts.values import ReductionOptions, StepReduction
@@ -33,6 +36,10 @@ from verl_logsync.transaction_log import gpu_memory
 
 #: The config key of a run under which it is said where the derived series come from.
 PROVENANCE_KEY: Final = "verl_logsync_series"
+#: The same for why other series could not be computed: so many of them, in so many characters each.
+MISSING_KEY: Final = "verl_logsync_missing"
+MOST_MISSING: Final = 100
+LONGEST_REASON: Final = 300
 
 _TAGS: Final = {"critical": "health:critical"}
 
@@ -45,19 +52,19 @@ class Diagnosed:
     diagnosis: Diagnosis
 
 
-def check_options(settings: Settings) -> None:
+def check_options(engine: Engine) -> None:
     """Rules and patterns that cannot be used are said before anything is sent.
 
     Raises:
         UsageError: which, and what is wrong with it.
     """
-    _rules(settings)
-    _reduction_options(settings, {})
+    _ = engine.recipe
+    _reduction_options(engine.settings, {})
 
 
-def diagnosed_or_plain(engine: Engine, loaded: Loaded) -> Loaded:
+def diagnosed_or_plain(engine: Engine, loaded: Loaded, columns_of: str = "") -> Loaded:
     """A run with what can be derived; where that fails, with a word about it and as it was."""
-    result = diagnosed_or_error(engine, loaded)
+    result = diagnosed_or_error(engine, loaded, columns_of)
     if isinstance(result, Diagnosed):
         return result.loaded
     what = f"diagnostics: {result.message}; the logged values are sent without them"
@@ -67,21 +74,28 @@ def diagnosed_or_plain(engine: Engine, loaded: Loaded) -> Loaded:
     return replace(loaded, account=account)
 
 
-def diagnosed_or_error(engine: Engine, loaded: Loaded) -> Diagnosed | LogsyncError:
+def diagnosed_or_error(
+    engine: Engine, loaded: Loaded, columns_of: str = ""
+) -> Diagnosed | LogsyncError:
     """A run with what can be derived, or what prevents it."""
-    result = attempted(engine, loaded.run, partial(diagnosed, engine, loaded))
+    result = attempted(engine, loaded.run, partial(diagnosed, engine, loaded, columns_of))
     if isinstance(result, Diagnosed):
         return result
     assert result.error is not None, "a failed run has an error"
     return result.error
 
 
-def diagnosed(engine: Engine, loaded: Loaded) -> Diagnosed:
-    """Diagnose a run that was read and aligned."""
+def diagnosed(engine: Engine, loaded: Loaded, columns_of: str = "") -> Diagnosed:
+    """Diagnose a run that was read and aligned.
+
+    Args:
+        columns_of: the version of diagnostics whose set of columns the run keeps to; empty for
+            that of this program.
+    """
     settings, history = engine.settings, loaded.history
     reductions, notes, skips = _reductions(engine, loaded)
     diagnosis = diagnose(
-        history.table, loaded.around.config, reductions, _options(settings, loaded)
+        history.table, loaded.around.config, reductions, _options(engine, loaded, columns_of)
     )
     files, tables = sample_tables(reductions, history.steps, settings.tables_every)
     columns = {
@@ -95,7 +109,7 @@ def diagnosed(engine: Engine, loaded: Loaded) -> Diagnosed:
         _with_files(loaded, files),
         history=_with_columns(history, columns),
         account=account,
-        derived=_derived(diagnosis),
+        derived=_derived(diagnosis, columns_of, engine.recipe.options),
         dumped_to=_dumped_to(loaded, reductions),
     )
     return Diagnosed(loaded, diagnosis)
@@ -130,16 +144,29 @@ def _with_files(loaded: Loaded, files: Iterable[FileRef]) -> Loaded:
     return replace(loaded, around=around)
 
 
-def _derived(diagnosis: Diagnosis) -> Derived:
+def _derived(diagnosis: Diagnosis, columns_of: str, options: str) -> Derived:
     worst = diagnosis.worst
     return Derived(
-        version=diagnosis.version,
-        config={PROVENANCE_KEY: {k: dict(v) for k, v in diagnosis.provenance.items()}},
+        by=DerivedBy(diagnosis.version, columns_of or diagnosis.version, options),
+        config={
+            PROVENANCE_KEY: {k: dict(v) for k, v in diagnosis.provenance.items()},
+            MISSING_KEY: _missing(diagnosis.missing),
+        },
         summary=_summary(diagnosis),
         notes=(f"health: {said}",) if (said := summed_up(diagnosis.findings)) else (),
         tags=(_TAGS[worst],) if worst in _TAGS else (),
         alerts=tuple(_alert(f) for f in diagnosis.findings if f.severity == "critical"),
     )
+
+
+def _missing(reasons: Mapping[str, str]) -> dict[str, str]:
+    """Why series are missing, of a size that a run's config can hold."""
+    shown = {
+        key[:LONGEST_REASON]: reason[:LONGEST_REASON]
+        for key, reason in list(reasons.items())[:MOST_MISSING]
+    }
+    more = len(reasons) - MOST_MISSING
+    return {**shown, "...": f"{more} more: verl-logsync diagnose --json"} if more > 0 else shown
 
 
 def _summary(diagnosis: Diagnosis) -> dict[str, Any]:
@@ -181,11 +208,15 @@ def _reductions(
 
 
 def _dumped_to(loaded: Loaded, reductions: Iterable[StepReduction]) -> int | None:
-    """The last step whose training dump is whole; None where none is to be waited for."""
-    if not _at(loaded.around.config, "trainer.rollout_data_dir"):
+    """The last step whose training dump is whole; None where none is to be waited for.
+
+    The fully-async trainer's dumps count its updates, not the steps of the log.
+    """
+    frame = Frame(loaded.history.table, {})
+    if not _at(loaded.around.config, "trainer.rollout_data_dir") or is_fully_async(frame).any():
         return None
     whole = (r.step for r in reductions if r.kind != "validation" and r.rows and not r.partial)
-    return max(whole, default=None)
+    return max(whole, default=NO_DUMP_YET)
 
 
 def _reduction_options(settings: Settings, config: Mapping[str, Any]) -> ReductionOptions:
@@ -210,23 +241,15 @@ def _at(config: Mapping[str, Any], dotted: str) -> Any:
 # -- what the history does not say -----------------------------------------------------------
 
 
-def _options(settings: Settings, loaded: Loaded) -> DiagnoseOptions:
+def _options(engine: Engine, loaded: Loaded, columns_of: str) -> DiagnoseOptions:
     percent, used = _gpu_memory(loaded)
     return DiagnoseOptions(
-        device_memory_gb=settings.device_memory_gb,
+        device_memory_gb=engine.settings.device_memory_gb,
         gpu_memory_percent=percent,
         gpu_memory_bytes=used,
-        rules=_rules(settings),
+        rules=engine.recipe.rules,
+        columns_of=columns_of,
     )
-
-
-def _rules(settings: Settings) -> Any:
-    if settings.rules is None:
-        return None
-    try:
-        return load_rules(settings.rules.read_text(encoding="utf-8"), str(settings.rules))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot be read: {error}", place=str(settings.rules)) from error
 
 
 def _gpu_memory(loaded: Loaded) -> tuple[dict[int, float], dict[int, float]]:

@@ -14,6 +14,7 @@ from verl_logsync.errors import AuthError, LogsyncError, Unreachable, quoted
 from verl_logsync.interfaces import Sink, Source
 from verl_logsync.ledger import Ledger
 from verl_logsync.model import Outcome, RunSources, Target
+from verl_logsync.pipeline.recipe import Recipe, read_recipe
 from verl_logsync.settings import Settings
 
 _T = TypeVar("_T")
@@ -42,8 +43,26 @@ class Engine:
     stop: threading.Event = field(default_factory=threading.Event)
     by_name: Mapping[str, Source] = field(init=False)
 
+    _recipe: Recipe | None = field(init=False, default=None)
+
     def __post_init__(self) -> None:
         self.by_name = {source.name: source for source in self.sources}
+
+    @property
+    def recipe(self) -> Recipe:
+        """What decides derived columns; read once.
+
+        Raises:
+            UsageError: the file of rules cannot be used.
+        """
+        if self._recipe is None:
+            self._recipe = read_recipe(self.settings)
+        return self._recipe
+
+    @property
+    def decisive(self) -> str:
+        """What decides what is sent, besides the files, as text."""
+        return self.settings.decisive + (self.recipe.key if self.settings.diagnostics else "")
 
 
 def sends(engine: Engine) -> bool:

@@ -52,7 +52,7 @@ class Loaded:
 
     `attempts` are those that the rows tell of; `continued` says that rows of the server are in it,
     `derived` what was derived besides columns of the history; `dumped_to` is the last step whose
-    rollout dump is there, where the run's config asks for dumps.
+    rollout dump is there, where the run's config asks for dumps (see `readiness`).
     """
 
     run: RunSources

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from verl_logsync.catalog import bind, told_apart
 from verl_logsync.columns import STEP
+from verl_logsync.derived_by import column_set
 from verl_logsync.digests import wire_changes
 from verl_logsync.errors import RefusedByServer
 from verl_logsync.held import Held, held_from_rows, held_rows
@@ -99,10 +100,17 @@ def _prepare(engine: Engine, sink: Sink, run: RunSources, remote: RemoteState | 
         rows = _logged(sink.rows(run.target), _added(remote))
         loaded = _with_stored_rows(engine, loaded, rows, _pins(remote, confirmed))
     if engine.settings.diagnostics:
-        loaded = diagnosed_or_plain(engine, loaded)
+        loaded = diagnosed_or_plain(engine, loaded, _columns_of(engine, remote))
     return planned_with(
         engine, sink, loaded, remote, confirmed, recompute=engine.settings.recompute
     )
+
+
+def _columns_of(engine: Engine, remote: RemoteState | None) -> str:
+    """The version whose set of derived columns the run has, unless it is sent anew."""
+    if engine.settings.recompute or remote is None or remote.marker is None or not remote.lines:
+        return ""
+    return column_set(remote.marker.diagnostics)
 
 
 def _pins(remote: RemoteState | None, confirmed: Confirmed | None) -> Mapping[str, float]:

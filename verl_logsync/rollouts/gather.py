@@ -12,6 +12,7 @@ import orjson
 from verl_logsync.columns import as_float
 from verl_logsync.rollouts.extras import Extras, as_number
 from verl_logsync.rollouts.grouping import GroupKeys
+from verl_logsync.rollouts.patterns import Texts
 from verl_logsync.rollouts.records import Block, key_set
 from verl_logsync.rollouts.values import ReductionOptions
 
@@ -23,6 +24,12 @@ class Gathered:
 
     def __init__(self, options: ReductionOptions) -> None:
         self._options = options
+        uses = [
+            use
+            for use, pattern in ((self._form, options.form), (self._last_answer, options.answer))
+            if pattern is not None
+        ]
+        self._texts = Texts(*uses) if uses else None
         self.keys = GroupKeys()
         self.extras = Extras()
         self.scores = array("d")
@@ -64,13 +71,9 @@ class Gathered:
             self.steps.update(set(values))
 
     def _answers(self, columns: Mapping[str, Sequence[Any]], outputs: Sequence[str]) -> None:
-        pattern, form = self._options.answer, self._options.form
-        if form is not None:
-            search = form.search
-            self.formed.extend([search(output) is not None for output in outputs])
-        if pattern is not None:
-            find = pattern.findall
-            self.answers.extend([_found(find(output)) for output in outputs])
+        if self._texts is not None:
+            self._texts.take(outputs)
+        if self._options.answer is not None:
             return
         if not self.answer_key:
             self.answer_key = next((k for k in self._options.answer_keys if k in columns), "")
@@ -79,6 +82,19 @@ class Gathered:
         if self.answer_key:
             values = columns.get(self.answer_key)
             self.answers.extend([0] * len(outputs) if values is None else map(_answer, values))
+
+    def _form(self, texts: Any) -> None:
+        assert self._options.form is not None
+        self.formed.extend(self._options.form.found(texts))
+
+    def _last_answer(self, texts: Any) -> None:
+        assert self._options.answer is not None
+        self.answers.extend(map(_hash, self._options.answer.last(texts)))
+
+    def finish(self) -> None:
+        """All blocks were taken."""
+        if self._texts is not None:
+            self._texts.finish()
 
     @property
     def has_answers(self) -> bool:
@@ -91,14 +107,6 @@ def _score(value: Any) -> float:
         return as_float(value)
     number = as_number(value)
     return math.nan if number is None else number
-
-
-def _found(found: list[Any]) -> int:
-    """Hash of the last of the found answers; 0 when there is none."""
-    if not found:
-        return 0
-    last = found[-1]
-    return _hash(last if isinstance(last, str) else last[0])
 
 
 def _answer(value: Any) -> int:
@@ -115,5 +123,6 @@ def _as_text(value: Any) -> str:
 
 
 def _hash(text: str) -> int:
+    """Hash of an answer without blanks; 0 when there is none."""
     stripped = text.strip()
     return (hash(stripped) or 1) if stripped else 0

@@ -53,6 +53,7 @@ def reduce_file(
     reader, gathered = DumpReader(path), Gathered(options)
     for block in reader.blocks():
         gathered.take(block)
+    gathered.finish()
     grouping = _arranged(gathered.keys.resolve(options.group_size), gathered)
     found = _Found()
     shelf = _statistics(found, gathered, grouping, options, kind)

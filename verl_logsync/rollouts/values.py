@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
@@ -18,9 +17,10 @@ import orjson
 
 from verl_logsync.errors import UsageError
 from verl_logsync.model import Skip, SkipReason
+from verl_logsync.rollouts.patterns import TextPattern
 
 #: Raise it whenever a statistic changes its meaning: what older programs cached is forgotten.
-REDUCTION_VERSION: Final = 1
+REDUCTION_VERSION: Final = 2
 #: W&B refuses histograms with more bins.
 MOST_BINS: Final = 512
 
@@ -35,9 +35,9 @@ class ReductionOptions:
     when its score is at least `success`; with None that is 1, and only where all scores of the
     step are 0/1 or -1/1 (or all three). `answer_pattern` finds the final answer in an output (the
     last match counts; its first bracket if it has one), `format_pattern` is found in outputs of
-    the right form; both cost time, and without the first the answer is taken from the first of
-    `answer_keys` that the dump has. `kept_groups_only` says that the trainer dropped groups
-    without spread before it dumped (DAPO's `algorithm.filter_groups`).
+    the right form (both RE2, see `patterns`); they cost time, and without the first the answer is
+    taken from the first of `answer_keys` that the dump has. `kept_groups_only` says that the
+    trainer dropped groups without spread before it dumped (DAPO's `algorithm.filter_groups`).
 
     Raises:
         UsageError: a value that means nothing, with what would.
@@ -63,34 +63,23 @@ class ReductionOptions:
             raise UsageError(f"a histogram has 1 to {MOST_BINS} bins, not {self.bins}")
         if min(self.sample_groups, self.sample_outputs, self.sample_characters) < 0:
             raise UsageError("sizes of samples cannot be negative")
-        for pattern in (self.answer_pattern, self.format_pattern):
-            _compiled(pattern)
+        _ = self.answer, self.form
 
     @cached_property
-    def answer(self) -> re.Pattern[str] | None:
-        """The answer pattern, compiled; None where there is none."""
-        return _compiled(self.answer_pattern)
+    def answer(self) -> TextPattern | None:
+        """The answer pattern; None where there is none."""
+        return TextPattern(self.answer_pattern) if self.answer_pattern else None
 
     @cached_property
-    def form(self) -> re.Pattern[str] | None:
-        """The format pattern, compiled; None where there is none."""
-        return _compiled(self.format_pattern)
+    def form(self) -> TextPattern | None:
+        """The format pattern; None where there is none."""
+        return TextPattern(self.format_pattern) if self.format_pattern else None
 
     @cached_property
     def digest(self) -> str:
         """Identifies what they ask for: reductions with other options are other reductions."""
         text = repr([(f.name, getattr(self, f.name)) for f in fields(self)])
         return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
-
-
-def _compiled(pattern: str) -> re.Pattern[str] | None:
-    try:
-        return re.compile(pattern) if pattern else None
-    except (re.error, RecursionError, OverflowError) as error:
-        raise UsageError(
-            f"{pattern!r} is no regular expression: {error}",
-            hint="Try it with: python3 -c 'import re; re.compile(...)'",
-        ) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from operator import itemgetter
 from pathlib import Path
@@ -24,6 +24,7 @@ from verl_logsync.model import (
     MARKER_KEY,
     Action,
     ArtifactRef,
+    DerivedBy,
     FileRef,
     History,
     Marker,
@@ -191,7 +192,7 @@ def marker_value(marker: Marker) -> dict[str, Any]:
         "clock": dict(marker.clock),
         "events": [list(segment) for segment in marker.events],
         "logs": [list(segment) for segment in marker.logs],
-        "diagnostics": marker.diagnostics,
+        "diagnostics": [asdict(by) for by in marker.diagnostics],
         "added": sorted(marker.added),
         "alerts": list(marker.alerts),
     }
@@ -211,7 +212,7 @@ def read_marker(stored: object) -> Marker | None:
             {str(k): float(v) for k, v in dict(stored["clock"]).items()},
             _segments(stored["events"]),
             _segments(stored["logs"]),
-            str(stored.get("diagnostics", "")),
+            _derived_by(stored.get("diagnostics") or ()),
             frozenset(map(str, stored.get("added") or ())),
             tuple(map(str, stored.get("alerts") or ())),
         )
@@ -221,6 +222,17 @@ def read_marker(stored: object) -> Marker | None:
 
 def _segments(stored: Any) -> tuple[Segment, ...]:
     return tuple((str(key), int(first), int(end)) for key, first, end in stored)
+
+
+def _derived_by(stored: Any) -> tuple[DerivedBy, ...]:
+    if isinstance(stored, str):  # the version alone, as the first programs wrote it
+        return (DerivedBy(stored, stored),)
+    return tuple(
+        DerivedBy(
+            str(by["version"]), str(by["columns_of"]), str(by["options"]), int(by["first_step"])
+        )
+        for by in stored
+    )
 
 
 def _counters(history: History) -> Iterator[bytes]:
