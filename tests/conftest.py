@@ -282,6 +282,18 @@ def permissions_count(tmp_path_factory: pytest.TempPathFactory) -> None:
         pytest.skip("permissions do not count here")
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a real file system of 64 kB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting a small file system needs root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
 # -- real offline runs ---------------------------------------------------------------------
 
 

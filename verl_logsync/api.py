@@ -371,7 +371,7 @@ def export(
     """Write the history of every run below some paths; see `verl_logsync.export`.
 
     Raises:
-        StateError: the folder cannot be written.
+        WriteError: the folder cannot be written.
     """
     from verl_logsync.export import export_run
     from verl_logsync.reports.as_json import account_values, run_values

@@ -14,7 +14,8 @@
     ├── AuthError                   exit 5   no key, a wrong key, or no permission
     ├── Unreachable                 exit 6   retryable: network or server down, or too slow
     ├── Locked                      exit 7   retryable: another upload uses this state
-    └── StateError                  exit 1   the state folder cannot be read or written
+    ├── StateError                  exit 2   the state folder or its ledger cannot be used
+    └── WriteError                  exit 3   a file of ours cannot be written: a full disk, mostly
 
 A message names the file and the place, says what was seen, and ends with the next command
 to type: `message`, `place` and `hint` are kept apart so that reports can lay them out.
@@ -132,7 +133,15 @@ class Locked(LogsyncError):
 
 
 class StateError(LogsyncError):
-    """The state folder or the ledger in it cannot be read or written."""
+    """The state folder or the ledger in it cannot be used."""
+
+    exit_code = ExitCode.USAGE
+
+
+class WriteError(LogsyncError):
+    """A file that this tool makes cannot be written; what was written before it stays."""
+
+    exit_code = ExitCode.PARTIAL
 
 
 class InputWarning(UserWarning):

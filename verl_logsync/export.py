@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verl_logsync.columns import json_values, to_json
-from verl_logsync.errors import StateError, quoted
+from verl_logsync.errors import WriteError, quoted
 from verl_logsync.model import History, RunSources
 
 Format = Literal["parquet", "csv", "jsonl"]
@@ -46,7 +46,7 @@ def export_run(
         The path of the history.
 
     Raises:
-        StateError: the folder cannot be written.
+        WriteError: the folder cannot be written.
     """
     stem = f"{_safe(run.name)}-{_safe(run.target.run_id)}"
     place = folder / _safe(run.target.project)
@@ -57,7 +57,7 @@ def export_run(
         text = orjson.dumps(account, option=orjson.OPT_INDENT_2)
         _replace(place / f"{stem}.account.json", lambda stream: stream.write(text))
     except OSError as error:
-        raise StateError(
+        raise WriteError(
             f"cannot be written: {error.strerror or error}",
             place=str(path),
             hint=f"Check the folder and its free space: df -h {quoted(folder)}",

@@ -700,7 +700,6 @@ _WORST_FIRST = (
     ExitCode.AUTH,
     ExitCode.UNREACHABLE,
     ExitCode.NOT_VERIFIED,
-    ExitCode.USAGE,
     ExitCode.PARTIAL,
 )
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final, Literal
 
-from verl_logsync.errors import StateError, quoted
+from verl_logsync.errors import WriteError, quoted
 from verl_logsync.model import LogFile
 
 _CHUNK: Final = 1 << 20
@@ -39,14 +39,14 @@ def snapshot_file(file: LogFile, folder: Path) -> Copied:
     in different folders apart. Only whole lines are copied.
 
     Raises:
-        StateError: the copy cannot be written, or the log cannot be read.
+        WriteError: the copy cannot be written, or the log cannot be read.
     """
     place = _place(file, folder)
     try:
         place.mkdir(parents=True, exist_ok=True)
         return _brought_up(file, place)
     except OSError as error:
-        raise StateError(
+        raise WriteError(
             f"cannot be copied: {error.strerror or error}",
             place=file.place,
             hint=f"Check the folder and its free space: df -h {quoted(folder)}",

@@ -73,3 +73,16 @@ def test_again_replaces_and_nothing_is_left_over(upload, log, tmp_path):
     for _ in range(2):
         _exported(upload, log, folder, "csv")
     assert len([p for p in folder.rglob("*") if p.is_file()]) == 2
+
+
+def test_a_full_disk(upload, small_disk, tmp_path):
+    """A history that does not fit is named with what to check, exit 3; nothing half is left."""
+    write_verl_log(
+        tmp_path / "logs" / "grpo" / "exp.jsonl",
+        [(step, {f"k{n}": step / (n + 3) for n in range(40)}) for step in range(300)],
+    )
+    code, text = upload.text(tmp_path / "logs", small_disk / "out", "--to", "csv", verb="export")
+    assert code == 3, text
+    assert "No space left on device" in text
+    assert "df -h" in text
+    assert not [path for path in small_disk.rglob("*.csv") if path.is_file()]

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from verl_logsync.errors import StateError
+from verl_logsync.errors import WriteError
 from verl_logsync.transaction_log import (
     BLOCK_SIZE,
     Damage,
@@ -174,7 +174,7 @@ def test_a_full_disk_is_a_state_error(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(os, "fsync", full)
     with (
-        pytest.raises(StateError, match=r"run-a\.wandb: cannot be written \(No space left"),
+        pytest.raises(WriteError, match=r"run-a\.wandb: cannot be written \(No space left"),
         TransactionLogWriter(tmp_path / "run-a.wandb") as writer,
     ):
         writer.write_payload(b"x")
@@ -184,7 +184,7 @@ def test_a_full_disk_is_a_state_error(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_missing_folder_is_a_state_error(tmp_path: Path) -> None:
     """A folder that is not there is reported by name."""
     with (
-        pytest.raises(StateError, match="nowhere"),
+        pytest.raises(WriteError, match="nowhere"),
         TransactionLogWriter(tmp_path / "nowhere" / "run-a.wandb"),
     ):
         pass

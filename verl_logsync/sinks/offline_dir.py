@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_logsync.columns import STEP
-from verl_logsync.errors import LogsyncError, StateError, UsageError
+from verl_logsync.errors import LogsyncError, UsageError, WriteError
 from verl_logsync.interfaces import Parcel, Sent
 from verl_logsync.model import MARKER_KEY, Binding, Marker, RemoteState, Target, UploadPlan
 from verl_logsync.transaction_log import (
@@ -228,8 +228,8 @@ def _not_ours(place: Path) -> UsageError:
     )
 
 
-def _unwritable(place: Path, error: OSError) -> StateError:
-    return StateError(
+def _unwritable(place: Path, error: OSError) -> WriteError:
+    return WriteError(
         f"cannot be written: {error.strerror}",
         place=str(place),
         hint="Give another folder with --output",

@@ -19,7 +19,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from verl_logsync.columns import STEP, json_values
-from verl_logsync.errors import LogsyncError, StateError, UnreadableInput, quoted
+from verl_logsync.errors import LogsyncError, UnreadableInput, WriteError, quoted
 from verl_logsync.model import (
     MARKER_KEY,
     Action,
@@ -72,7 +72,7 @@ def write_fragment(
             crash of the machine may lose it. "carry" when it travels: files are copied.
 
     Raises:
-        StateError: the folder cannot be written.
+        WriteError: the folder cannot be written.
     """
     folder = parent / folder_name(plan)
     assert folder.parent == parent, "a run id is no path"
@@ -100,7 +100,7 @@ def _not_copied(error: OSError, folder: Path) -> LogsyncError:
         hint = "It was there when it was found: run the same command again"
         return UnreadableInput(f"cannot be read: {error.strerror}", place=source, hint=hint)
     hint = f"Check its free space: df -h {quoted(folder.parent)}"
-    return StateError(f"cannot be written: {error.strerror}", place=str(folder), hint=hint)
+    return WriteError(f"cannot be written: {error.strerror}", place=str(folder), hint=hint)
 
 
 def _place(file: FileRef, folder: Path, use: Literal["send", "carry"]) -> None:

@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from typing_extensions import Self
 
-from verl_logsync.errors import StateError, quoted
+from verl_logsync.errors import WriteError, quoted
 from verl_logsync.transaction_log.framing import FrameWriter
 from verl_logsync.transaction_log.wire import varint
 
@@ -109,7 +109,7 @@ class TransactionLogWriter:
         durable: whether it must outlive a crash of the machine: an fsync costs milliseconds.
 
     Raises:
-        StateError: the folder or the file cannot be written.
+        WriteError: the folder or the file cannot be written.
     """
 
     def __init__(self, path: Path | str, *, durable: bool = True) -> None:
@@ -180,8 +180,8 @@ class TransactionLogWriter:
         except OSError as error:
             raise self._state_error(error) from error
 
-    def _state_error(self, error: OSError) -> StateError:
-        return StateError(
+    def _state_error(self, error: OSError) -> WriteError:
+        return WriteError(
             f"cannot be written ({error.strerror or error})",
             place=str(self.path),
             hint=f"Check the folder and its free space: df -h {quoted(self.path.parent)}",

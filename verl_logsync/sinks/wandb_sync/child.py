@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from verl_logsync.errors import StateError, quoted
+from verl_logsync.errors import WriteError, quoted
 from verl_logsync.sinks.wandb_sync.credentials import Server
 
 _PR_SET_PDEATHSIG: Final = 1
@@ -93,7 +93,7 @@ class Uploader:
         held: file descriptors that it keeps open (the lock must outlive us with it).
 
     Raises:
-        StateError: it cannot be started.
+        WriteError: it cannot be started.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Uploader:
                     pass_fds=tuple(held),
                 )
         except OSError as error:
-            raise StateError(
+            raise WriteError(
                 f"the uploader cannot be started: {error.strerror}",
                 place=str(work),
                 hint=f"Check its free space: df -h {quoted(work)}",

@@ -18,8 +18,8 @@ from verl_logsync.errors import (
     LogsyncError,
     RefusedByServer,
     RunDeleted,
-    StateError,
     Unreachable,
+    WriteError,
 )
 from verl_logsync.interfaces import Parcel, Sent
 from verl_logsync.model import MARKER_KEY, Action, Binding, RemoteState, Target, UploadPlan
@@ -319,7 +319,7 @@ class WandbSink:
                     self._prepared = True
                 self._work.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StateError(
+            raise WriteError(
                 f"cannot be written: {error.strerror}",
                 place=str(self._work),
                 hint="Give a writable folder with free space: --state-dir DIR",
