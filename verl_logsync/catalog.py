@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Final, Literal
 
 from verl_logsync.attach import adopted, attach, unclear
+from verl_logsync.attempts import at_the_beginning, attempts_of, content_order, log_of, start_order
 from verl_logsync.binding import is_run_id
+from verl_logsync.copies import without_copies
 from verl_logsync.discover import Found
 from verl_logsync.errors import as_run
 from verl_logsync.fingerprint import Essentials, digest, disagreements
 from verl_logsync.model import (
     TRAINED,
-    Attempt,
     Binding,
     Catalog,
     LogFile,
@@ -33,12 +34,7 @@ from verl_logsync.model import (
     Target,
     short_digest,
 )
-from verl_logsync.verl_keys import LATEST_START
 
-# EXP.jsonl.2 is older than EXP.jsonl.1, EXP.attempt1.jsonl and EXP.20250405_142311.jsonl than later
-# ones, and all of them than EXP.jsonl.
-_ROTATED: Final = re.compile(r"\.(?:jsonl|log|out|txt)\.(\d{1,6})(?:\.\w+)?$")
-_COPY: Final = re.compile(r"[._-]attempt[_-]?(\d{1,6})\b|\.(\d{8}[_-]?\d{6})\b")
 _PACKED: Final = re.compile(r"\.(gz|zst)$")
 #: W&B's own name for runs without a project.
 NO_PROJECT: Final = "uncategorized"
@@ -75,7 +71,7 @@ class _Chain:
     @property
     def run_id(self) -> str:
         with_id = [f for f in self.files if f.facts.run_id]
-        return min(with_id, key=_start_order).facts.run_id if with_id else ""
+        return min(with_id, key=start_order).facts.run_id if with_id else ""
 
     @property
     def id_from(self) -> Literal["offline run", "log", "derived"]:
@@ -96,27 +92,17 @@ class _Chain:
 
     @property
     def starts_over(self) -> bool:
-        return any(_starts_over(file) for file in self.files)
-
-
-def _starts_over(file: LogFile) -> bool:
-    """Whether a log starts at the beginning of training.
-
-    A validation-only record at step 1 was made by a job that resumed from checkpoint 1.
-    """
-    first, validates = file.facts.first_step, file.facts.opens_with_validation
-    return first == 0 or (first == LATEST_START and not validates)
+        return any(at_the_beginning(file) for file in self.files)
 
 
 def _begins(run: RunSources) -> bool:
-    return any(_starts_over(file) for attempt in run.attempts for file in attempt.files)
+    return any(at_the_beginning(file) for attempt in run.attempts for file in attempt.files)
 
 
 def catalog(found: Found, grouping: Grouping) -> Catalog:
     """Group everything found into runs."""
     files, odd_ids = _with_usable_ids(found.files)
-    history, copies = _without_copies([f for f in files if f.role == "history"])
-    history, fragments = _without_own_fragments(history)
+    history, copies = without_copies([f for f in files if f.role == "history"])
     configs = [f for f in files if f.role == "config"]
     belongings = [f for f in files if f.role in ("rollouts", "checkpoint")]
     history = adopted(history, configs)
@@ -142,7 +128,7 @@ def catalog(found: Found, grouping: Grouping) -> Catalog:
         for name, pattern in grouping.mapping
         if not any(matches(file.path, pattern) for file in (*history, *belongings))
     ]
-    skips = (*found.skips, *odd_ids, *copies, *fragments, *ownerless, *lonely, *unmatched)
+    skips = (*found.skips, *odd_ids, *copies, *ownerless, *lonely, *unmatched)
     return Catalog(tuple(runs), tuple(sorted(skips, key=lambda skip: skip.place)))
 
 
@@ -157,119 +143,6 @@ def _with_usable_ids(files: Iterable[LogFile]) -> tuple[list[LogFile], list[Skip
             file = replace(file, facts=replace(file.facts, run_id=""))  # noqa: PLW2901
         usable.append(file)
     return usable, skips
-
-
-# -- copies --------------------------------------------------------------------------------
-
-
-def _without_copies(files: Sequence[LogFile]) -> tuple[list[LogFile], list[Skip]]:
-    """Drop files that are a copy, or the beginning, of another one of the same name or id.
-
-    Under another name the same content is another run: people repeat experiments.
-    """
-    alike: dict[tuple[str, ...], list[LogFile]] = {}
-    for file in files:
-        facts = file.facts
-        key = (file.source, facts.head_digest, facts.project, facts.name, facts.run_id)
-        alike.setdefault(key, []).append(file)
-    kept: list[LogFile] = []
-    skips: list[Skip] = []
-    for group in alike.values():
-        whole: list[LogFile] = []
-        for file in sorted(group, key=lambda f: (-f.stamp.size, f.place)):
-            original = next((w for w in whole if _is_beginning(file, w)), None)
-            if original is None:
-                whole.append(file)
-            else:
-                detail = f"the same as the beginning of {original.place}"
-                skips.append(Skip(SkipReason.DUPLICATE, file.place, detail))
-        kept.extend(whole)
-    kept, captures = _without_captures(kept)
-    return sorted(kept, key=lambda file: file.place), skips + captures
-
-
-def _without_captures(files: Sequence[LogFile]) -> tuple[list[LogFile], list[Skip]]:
-    """Drop console text that was caught twice: by Ray, by the scheduler, by `tee`.
-
-    Its decoration differs, so that no bytes agree; its records do.
-    """
-    caught: dict[tuple[str, str, int | None], list[LogFile]] = {}
-    rest: list[LogFile] = []
-    for file in files:
-        facts = file.facts
-        if file.source == "console" and facts.training_digest:
-            key = (facts.head_digest, facts.training_digest, facts.first_step)
-            caught.setdefault(key, []).append(file)
-        else:
-            rest.append(file)
-    skips: list[Skip] = []
-    for group in caught.values():
-        kept: list[LogFile] = []
-        for file in sorted(group, key=_completeness, reverse=True):
-            original = next((other for other in kept if _is_captured(file, other)), None)
-            if original is None:
-                kept.append(file)
-            else:
-                detail = f"the same records as in {original.place}"
-                skips.append(Skip(SkipReason.DUPLICATE, file.place, detail))
-        rest.extend(kept)
-    return rest, skips
-
-
-def _is_captured(file: LogFile, other: LogFile) -> bool:
-    """Whether the records of a file may all be in another one, which has the same first ones."""
-    ours, theirs = file.facts, other.facts
-    if ours.name and theirs.name and (ours.project, ours.name) != (theirs.project, theirs.name):
-        return False
-    return ours.last_step != theirs.last_step or ours.tail_digest == theirs.tail_digest
-
-
-def _completeness(file: LogFile) -> tuple[int, bool, bool, int, str]:
-    facts = file.facts
-    return facts.last_step or 0, bool(facts.name), bool(facts.config), file.stamp.size, file.place
-
-
-def _is_beginning(file: LogFile, other: LogFile) -> bool:
-    """Whether a file's bytes are the first bytes of another file."""
-    if not file.facts.head_digest:
-        return False
-    left = file.stamp.size
-    try:
-        with file.path.open("rb") as short, other.path.open("rb") as long:
-            while left > 0:
-                size = min(left, 1 << 20)
-                if short.read(size) != long.read(size):
-                    return False
-                left -= size
-    except OSError:
-        return False
-    return True
-
-
-def _without_own_fragments(files: Sequence[LogFile]) -> tuple[list[LogFile], list[Skip]]:
-    """Drop fragments of our own whose logs are here too, and all but the longest of a run.
-
-    They are no attempts: what they hold would count twice.
-    """
-    here = {digest for f in files if not f.facts.carries for digest in f.digests}
-    longest: dict[str, LogFile] = {}
-    for file in sorted(files, key=lambda f: (f.facts.last_step or 0, f.stamp.size, f.place)):
-        if file.facts.carries:
-            longest[file.facts.run_id] = file
-    kept: list[LogFile] = []
-    skips: list[Skip] = []
-    for file in files:
-        if not file.facts.carries:
-            kept.append(file)
-        elif set(file.facts.carries) <= here:
-            detail = "a fragment of our own; the logs that it was made from are here"
-            skips.append(Skip(SkipReason.DUPLICATE, file.place, detail))
-        elif longest[file.facts.run_id] is not file:
-            detail = f"a fragment of our own; {longest[file.facts.run_id].place} holds more"
-            skips.append(Skip(SkipReason.DUPLICATE, file.place, detail))
-        else:
-            kept.append(file)
-    return kept, skips
 
 
 # -- grouping ------------------------------------------------------------------------------
@@ -325,7 +198,7 @@ def _chains_of_name(
         for file in same_id:
             chain.config = {**file.facts.config, **chain.config}
         _join(chains, chain, merge)
-    for file in sorted((f for f in files if not f.facts.run_id), key=_content_order):
+    for file in sorted((f for f in files if not f.facts.run_id), key=content_order):
         nearest = _nearest_config(file, _named_for(file, configs, project, name))
         config = dict(nearest.facts.config) if nearest else {}
         full_project = nearest.facts.project if nearest else project
@@ -336,7 +209,7 @@ def _chains_of_name(
 def _by_id(files: Iterable[LogFile]) -> list[list[LogFile]]:
     """Groups of files that have a run id of one project in common, by their start."""
     groups: dict[tuple[str, str], list[LogFile]] = {}
-    for file in sorted(files, key=_start_order):
+    for file in sorted(files, key=start_order):
         if file.facts.run_id:
             groups.setdefault((file.facts.project, file.facts.run_id), []).append(file)
     return list(groups.values())
@@ -380,18 +253,13 @@ def _may_follow(chain: _Chain, newcomer: _Chain) -> bool:
 
 def _is_other_source(chain: _Chain, newcomer: _Chain) -> bool:
     """Whether the newcomer is a log of another format of the same training job."""
-    if {_log(f) for f in chain.files} & {_log(f) for f in newcomer.files}:
+    if {log_of(f) for f in chain.files} & {log_of(f) for f in newcomer.files}:
         return False
     if chain.first is None or newcomer.first is None:
         return True
     return (chain.starts_over and newcomer.starts_over) or any(
         _starts_with(f, newcomer.first) for f in chain.files
     )
-
-
-def _log(file: LogFile) -> tuple[str, int | None]:
-    """One job writes one log of a format, or one a rank."""
-    return file.source, file.facts.rank
 
 
 def _starts_with(file: LogFile, step: int) -> bool:
@@ -438,87 +306,6 @@ def _nearest_config(file: LogFile, configs: Sequence[LogFile]) -> LogFile | None
     return max(configs, key=nearness, default=None)
 
 
-# -- attempts ------------------------------------------------------------------------------
-
-
-def _start_order(file: LogFile) -> tuple[float, int, float, str]:
-    facts = file.facts
-    started = facts.started_at if facts.started_at is not None else float("inf")
-    first = facts.first_step if facts.first_step is not None else 0
-    return started, first, file.stamp.mtime, file.place
-
-
-def _content_order(file: LogFile) -> tuple[int, bool, tuple[int, int], float, str]:
-    facts = file.facts
-    first = facts.first_step if facts.first_step is not None else 0
-    resumed = first > LATEST_START and facts.opens_with_validation
-    # Copying a file may change its modification time, and hardly ever its name.
-    return first, resumed, _age(file), file.stamp.mtime, file.place
-
-
-def _attempts(files: Sequence[LogFile]) -> tuple[Attempt, ...]:
-    logs: dict[tuple[str, int], list[LogFile]] = {}
-    for file in files:
-        logs.setdefault((file.source, file.facts.rank or 0), []).append(file)
-    # The format that recorded its starts leads; the others join the attempts it knows.
-    lead = max(logs, key=lambda log: (_recorded(logs[log]), len(logs[log]), log))
-    groups = [[file] for file in _ordered(logs.pop(lead))]
-    for log in sorted(logs):
-        for file in _ordered(logs[log]):
-            _join_attempt(groups, file)
-    return tuple(_attempt(group, groups) for group in groups)
-
-
-def _recorded(files: Sequence[LogFile]) -> bool:
-    return all(file.facts.started_at is not None for file in files)
-
-
-def _ordered(files: Sequence[LogFile]) -> list[LogFile]:
-    return sorted(files, key=_start_order if _recorded(files) else _content_order)
-
-
-def _join_attempt(groups: list[list[LogFile]], file: LogFile) -> None:
-    first = file.facts.first_step
-    for group in reversed(groups):
-        known = group[0].facts.first_step
-        together = (
-            known is None
-            or first is None
-            or known == first
-            or (_starts_over(group[0]) and _starts_over(file))
-        )
-        if together and all(_log(other) != _log(file) for other in group):
-            group.append(file)
-            return
-    later = [i for i, group in enumerate(groups) if (group[0].facts.first_step or 0) > (first or 0)]
-    groups.insert(later[0] if later else len(groups), [file])
-
-
-def _age(file: LogFile) -> tuple[int, int]:
-    """What a name says of its file's age: lower is older."""
-    if rotated := _ROTATED.search(file.path.name):
-        return 0, -int(rotated[1])
-    if copy := _COPY.search(file.path.name):
-        return 0, int(re.sub(r"\D", "", copy[1] or copy[2]))
-    return 1, 0
-
-
-def _attempt(group: Sequence[LogFile], groups: Sequence[Sequence[LogFile]]) -> Attempt:
-    starts = [f.facts.started_at for f in group if f.facts.started_at is not None]
-    how: Literal["recorded start", "content", "guess"] = "recorded start" if starts else "content"
-    alone = len(groups) == 1
-    twins = [g for g in groups if g[0].facts.first_step == group[0].facts.first_step]
-    if not starts and not alone and (len(twins) > 1 or _names_disagree(groups)):
-        how = "guess"
-    return Attempt(tuple(group), min(starts, default=None), how)
-
-
-def _names_disagree(groups: Sequence[Sequence[LogFile]]) -> bool:
-    """Whether the names of kept copies tell another order of the attempts than their content."""
-    ages = [_age(g[0]) for g in groups if g[0].source == "verl_file"]
-    return any(age < (1, 0) for age in ages) and ages != sorted(ages)
-
-
 # -- runs ----------------------------------------------------------------------------------
 
 
@@ -533,7 +320,7 @@ def _run(chain: _Chain, configs: Sequence[LogFile], grouping: Grouping) -> RunSo
     fingerprint = digest(_first_config(chain, own))
     run_id = chain.run_id or _derived_id(chain, project, fingerprint)
     notes = list(chain.notes)
-    attempts = _attempts(chain.files)
+    attempts = attempts_of(chain.files)
     if any(attempt.ordered_by == "guess" for attempt in attempts):
         notes.append("the order of its attempts is guessed from modification times and names")
     return RunSources(
@@ -550,13 +337,13 @@ def _run(chain: _Chain, configs: Sequence[LogFile], grouping: Grouping) -> RunSo
 def _first_config(chain: _Chain, configs: Sequence[LogFile]) -> Essentials:
     """The config of the run's first start, by which it is identified."""
     having = [f for f in (*chain.files, *configs) if f.facts.config]
-    return min(having, key=_start_order).facts.config if having else {}
+    return min(having, key=start_order).facts.config if having else {}
 
 
 def _derived_id(chain: _Chain, project: str, fingerprint: str) -> str:
     if chain.given:
         return short_digest("given", project, chain.name)
-    first = min(chain.files, key=_content_order).facts
+    first = min(chain.files, key=content_order).facts
     return short_digest(
         project, chain.name, fingerprint, first.training_digest or first.head_digest
     )

@@ -1,0 +1,125 @@
+"""Log files whose records are in other ones too; see docs/decisions/0008-what-is-a-copy.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from verl_logsync.model import LogFile, Skip, SkipReason
+
+
+def without_copies(files: Sequence[LogFile]) -> tuple[list[LogFile], list[Skip]]:
+    """The logs that say something of their own, by place, and why the others do not count."""
+    kept, skips = list(files), []
+    for step in (_without_beginnings, _without_captures, _without_own_fragments):
+        kept, dropped = step(kept)
+        skips.extend(dropped)
+    return sorted(kept, key=lambda file: file.place), skips
+
+
+def _without_beginnings(files: Sequence[LogFile]) -> tuple[list[LogFile], list[Skip]]:
+    """Drop files that are a copy, or the beginning, of another one of the same name or id.
+
+    Under another name the same content is another run: people repeat experiments.
+    """
+    alike: dict[tuple[str, ...], list[LogFile]] = {}
+    for file in files:
+        facts = file.facts
+        key = (file.source, facts.head_digest, facts.project, facts.name, facts.run_id)
+        alike.setdefault(key, []).append(file)
+    kept: list[LogFile] = []
+    skips: list[Skip] = []
+    for group in alike.values():
+        whole: list[LogFile] = []
+        for file in sorted(group, key=lambda f: (-f.stamp.size, f.place)):
+            original = next((w for w in whole if _is_beginning(file, w)), None)
+            if original is None:
+                whole.append(file)
+            else:
+                detail = f"the same as the beginning of {original.place}"
+                skips.append(Skip(SkipReason.DUPLICATE, file.place, detail))
+        kept.extend(whole)
+    return kept, skips
+
+
+def _without_captures(files: Sequence[LogFile]) -> tuple[list[LogFile], list[Skip]]:
+    """Drop console text that was caught twice: by Ray, by the scheduler, by `tee`.
+
+    Its decoration differs, so that no bytes agree; its records do.
+    """
+    caught: dict[tuple[str, str, int | None], list[LogFile]] = {}
+    rest: list[LogFile] = []
+    for file in files:
+        facts = file.facts
+        if file.source == "console" and facts.training_digest:
+            key = (facts.head_digest, facts.training_digest, facts.first_step)
+            caught.setdefault(key, []).append(file)
+        else:
+            rest.append(file)
+    skips: list[Skip] = []
+    for group in caught.values():
+        kept: list[LogFile] = []
+        for file in sorted(group, key=_completeness, reverse=True):
+            original = next((other for other in kept if _is_captured(file, other)), None)
+            if original is None:
+                kept.append(file)
+            else:
+                detail = f"the same records as in {original.place}"
+                skips.append(Skip(SkipReason.DUPLICATE, file.place, detail))
+        rest.extend(kept)
+    return rest, skips
+
+
+def _is_captured(file: LogFile, other: LogFile) -> bool:
+    """Whether the records of a file may all be in another one, which has the same first ones."""
+    ours, theirs = file.facts, other.facts
+    if ours.name and theirs.name and (ours.project, ours.name) != (theirs.project, theirs.name):
+        return False
+    return ours.last_step != theirs.last_step or ours.tail_digest == theirs.tail_digest
+
+
+def _completeness(file: LogFile) -> tuple[int, bool, bool, int, str]:
+    facts = file.facts
+    return facts.last_step or 0, bool(facts.name), bool(facts.config), file.stamp.size, file.place
+
+
+def _is_beginning(file: LogFile, other: LogFile) -> bool:
+    """Whether a file's bytes are the first bytes of another file."""
+    if not file.facts.head_digest:
+        return False
+    left = file.stamp.size
+    try:
+        with file.path.open("rb") as short, other.path.open("rb") as long:
+            while left > 0:
+                size = min(left, 1 << 20)
+                if short.read(size) != long.read(size):
+                    return False
+                left -= size
+    except OSError:
+        return False
+    return True
+
+
+def _without_own_fragments(files: Sequence[LogFile]) -> tuple[list[LogFile], list[Skip]]:
+    """Drop fragments of our own whose logs are here too, and all but the longest of a run.
+
+    They are no attempts: what they hold would count twice.
+    """
+    here = {digest for f in files if not f.facts.carries for digest in f.digests}
+    longest: dict[str, LogFile] = {}
+    for file in sorted(files, key=lambda f: (f.facts.last_step or 0, f.stamp.size, f.place)):
+        if file.facts.carries:
+            longest[file.facts.run_id] = file
+    kept: list[LogFile] = []
+    skips: list[Skip] = []
+    for file in files:
+        if not file.facts.carries:
+            kept.append(file)
+        elif set(file.facts.carries) <= here:
+            detail = "a fragment of our own; the logs that it was made from are here"
+            skips.append(Skip(SkipReason.DUPLICATE, file.place, detail))
+        elif longest[file.facts.run_id] is not file:
+            detail = f"a fragment of our own; {longest[file.facts.run_id].place} holds more"
+            skips.append(Skip(SkipReason.DUPLICATE, file.place, detail))
+        else:
+            kept.append(file)
+    return kept, skips
