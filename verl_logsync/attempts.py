@@ -30,6 +30,7 @@ def log_of(file: LogFile) -> tuple[str, int | None]:
 
 
 def start_order(file: LogFile) -> tuple[float, int, float, str]:
+    """Sorts files by their recorded start; those without one last, by their first step."""
     facts = file.facts
     started = facts.started_at if facts.started_at is not None else float("inf")
     first = facts.first_step if facts.first_step is not None else 0
@@ -37,6 +38,7 @@ def start_order(file: LogFile) -> tuple[float, int, float, str]:
 
 
 def content_order(file: LogFile) -> tuple[int, bool, tuple[int, int], float, str]:
+    """Sorts files by what they hold; by name and modification time only where that is equal."""
     facts = file.facts
     first = facts.first_step if facts.first_step is not None else 0
     resumed = first > LATEST_START and facts.opens_with_validation
@@ -45,6 +47,7 @@ def content_order(file: LogFile) -> tuple[int, bool, tuple[int, int], float, str
 
 
 def attempts_of(files: Sequence[LogFile]) -> tuple[Attempt, ...]:
+    """The attempts of one run: files of several formats and ranks that one start wrote together."""
     logs: dict[tuple[str, int], list[LogFile]] = {}
     for file in files:
         logs.setdefault((file.source, file.facts.rank or 0), []).append(file)
