@@ -6,6 +6,7 @@ import itertools
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -179,12 +180,12 @@ def test_a14_validation_before_training_on_resume(policy, accuracy, outputs, age
 # -- A7, A8: what the user decides -----------------------------------------------------------
 
 
-def config(rollouts: int) -> dict:
+def config(rollouts: int) -> dict[str, Any]:
     return {"actor_rollout_ref": {"rollout": {"n": rollouts}, "actor": {"optim": {"lr": 1e-6}}}}
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory) -> Path:
+def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A7's offline runs, with equal configs and with one that differs."""
     folder = tmp_path_factory.mktemp("a7")
     parts = [(range(41), "part0001"), (range(30, 71), "part0002"), (range(60, 101), "part0003")]

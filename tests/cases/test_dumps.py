@@ -35,7 +35,7 @@ def rewritten(folder: Path, change, outputs: Path) -> Path:
 
 
 @pytest.fixture
-def folder_of(fixture_files):
+def folder_of(fixture_files: Path):
     def find(case: str) -> Path:
         kind = "validation_data" if case.startswith("val") else "rollout_data"
         return fixture_files / f"rollouts/{case}/grpo_arith/{kind}"

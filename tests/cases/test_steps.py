@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import verl_logsync
 from verl_logsync.testing.builders import write_verl_log
 
@@ -30,7 +32,7 @@ def test_b1_several_records_a_step_of_a_fully_async_trainer(fixture_files):
     import json
 
     path = fixture_files / "verl_file" / "fully_async" / "fully_async_multi_record_per_step.jsonl"
-    union = {}
+    union: dict[int, dict[str, Any]] = {}
     for record in map(json.loads, path.read_text().splitlines()):
         union.setdefault(record["step"], {}).update(record["data"])
     (run,) = verl_logsync.load(path)
@@ -40,7 +42,7 @@ def test_b1_several_records_a_step_of_a_fully_async_trainer(fixture_files):
     assert run.account.balanced
     for step, values in union.items():
         got = frame.loc[step].dropna().to_dict()
-        assert {k: v for k, v in got.items() if not k.startswith("_")} == values
+        assert {k: v for k, v in got.items() if not str(k).startswith("_")} == values
 
 
 def test_b6_step_0_has_validation_keys_only(outputs, age, upload, one_run, logged):

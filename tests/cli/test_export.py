@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -11,7 +12,7 @@ import pytest
 import verl_logsync
 from verl_logsync.testing.builders import write_verl_log
 
-ROWS = [
+ROWS: list[tuple[int, dict[str, Any]]] = [
     (0, {"val-core/x": 0.5}),
     (1, {"actor/loss": 0.25, "odd": None, "list": [1, {"a": 2}], "count": 3, "flag": True}),
     (2, {"actor/loss": math.nan, "text": 'say "hi",\nü', "count": 4}),

@@ -52,8 +52,9 @@ def test_public_functions_explain_themselves() -> None:
     silent = []
     for path in (ROOT / "verl_logsync").rglob("*.py"):
         for node in ast.parse(path.read_text()).body:
-            public = isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_"
-            if public and not ast.get_docstring(node):
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name[0] == "_":
+                continue
+            if not ast.get_docstring(node):
                 silent.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
     assert silent == []
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ FIXTURES = Path(__file__).parents[2] / "fixtures"
 
 
 @pytest.fixture
-def sick(tmp_path):
+def sick(tmp_path: Path):
     """A run whose gradient is NaN at step 27, of which so many steps are written."""
     run = simulate("nan_gradient", steps=60, onset=27, seed=1)
 
@@ -183,7 +184,8 @@ def test_another_machine_sends_nothing(sick, upload, one_run, tmp_path):
     """Without the ledger, and with other diagnostics, the rows on the server are still ours."""
     log = sick(60)
     assert upload.here(log, final=True).code == 0
-    for number, settings in enumerate(({}, {"diagnostics": False}, {"device_memory_gb": 80.0})):
+    others: list[dict[str, Any]] = [{}, {"diagnostics": False}, {"device_memory_gb": 80.0}]
+    for number, settings in enumerate(others):
         result = upload.here(log, final=True, state_dir=tmp_path / f"state{number}", **settings)
         assert (result.code, result.report["totals"]["rows_sent"]) == (0, 0), settings
     assert one_run().rewinds == []

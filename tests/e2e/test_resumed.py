@@ -6,6 +6,7 @@ import itertools
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -159,7 +160,7 @@ def test_killed_between_the_rewind_and_its_first_row(
     """A program killed after the rewind, before any row of it arrived, mends it the next time."""
     upload.here(place("qwen_small_grpo.jsonl"))
     files = place("qwen_small_grpo.jsonl.1", "qwen_small_grpo.jsonl")
-    running = []
+    running: list[Any] = []
     fault = server.faults.add(
         Fault("file_stream", callback=lambda _: kill_group(running[0]), drop="before", times=None)
     )
@@ -186,7 +187,7 @@ def test_killed_before_the_rewind(place, upload, server, one_run, sessions, kill
     """A program killed when it asks for the rewind has changed nothing, and rewinds next time."""
     upload.here(place("qwen_small_grpo.jsonl"))
     files = place("qwen_small_grpo.jsonl.1", "qwen_small_grpo.jsonl")
-    running = []
+    running: list[Any] = []
     server.faults.add(Fault("rewindRun", callback=lambda _: kill_group(running[0]), drop="before"))
     running.append(upload.start(files))
     running[0].communicate(timeout=60)

@@ -79,7 +79,7 @@ def test_they_cross_an_air_gap(upload, outputs, tmp_path, assert_complete, log_o
     moved = (tmp_path / "out").rename(tmp_path / "moved")
     (folder,) = moved.iterdir()
     for entry in read_records(log_of(folder)):
-        if entry.kind == "artifact":
+        if isinstance(entry, Entry) and entry.kind == "artifact":
             places = [item.local_path for item in entry.record.artifact.manifest.contents]
             assert all((folder / place).is_file() for place in places)
             assert not any(place.startswith("/") for place in places)

@@ -48,9 +48,9 @@ def _start(folder: Path, attempt: int, *numbers: float) -> subprocess.Popen[str]
 
 def _records(folder: Path) -> dict[tuple[int, int, int], dict[str, float]]:
     """What the files say by (attempt, rank, step), read by a reader that knows nothing of us."""
-    found = {}
+    found: dict[tuple[int, int, int], dict[str, float]] = {}
     for path in folder.rglob("*.jsonl"):
-        rank = attempt = None
+        rank = attempt = -1  # a header comes first
         for line in path.read_bytes().split(b"\n"):
             try:
                 record = json.loads(line)
@@ -69,7 +69,7 @@ def _expected(folder: Path) -> dict[int, tuple[int, float]]:
     for (attempt, _, step), data in _records(folder).items():
         losses[attempt, step].append(data["actor/loss"])
     firsts = {a: min(s for b, s in losses if b == a) for a, _ in losses}
-    history = {}
+    history: dict[int, tuple[int, float]] = {}
     for attempt in sorted(firsts):
         history = {s: v for s, v in history.items() if s < firsts[attempt]}
         own = {s: float(np.mean(v)) for (a, s), v in losses.items() if a == attempt}

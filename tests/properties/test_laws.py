@@ -137,21 +137,23 @@ STEPS = st.integers(0, 8)
 ATTEMPT = st.tuples(STEPS, st.integers(1, 8), st.booleans())
 
 
-def _attempt_rows(number: int, first: int, count: int, validates: bool) -> list[tuple[int, dict]]:
-    rows: list[tuple[int, dict]] = []
+def _attempt_rows(
+    number: int, first: int, count: int, validates: bool
+) -> list[tuple[int, dict[str, Any]]]:
+    rows: list[tuple[int, dict[str, Any]]] = []
     if validates:
         rows.append((first, {"val-core/x": float(number)}))
     rows += [(first + 1 + i, {"actor/loss": float(number), "n": i}) for i in range(count)]
     return rows
 
 
-def _reading(number: int, rows: list[tuple[int, dict]]) -> AttemptReading:
+def _reading(number: int, rows: list[tuple[int, dict[str, Any]]]) -> AttemptReading:
     table = _table([row for _, row in rows], [step for step, _ in rows])
     file = LogFile(Path(f"{number}.jsonl"), "verl_file", Stamp(0, 0, 0, 0), Facts())
     return AttemptReading(Attempt((file,), None, "content"), ((file, Reading(table)),))
 
 
-def _model(attempts: list[list[tuple[int, dict]]]) -> dict[int, dict[str, Any]]:
+def _model(attempts: list[list[tuple[int, dict[str, Any]]]]) -> dict[int, dict[str, Any]]:
     """The rule of the design, said again as simply as possible."""
     history: dict[int, dict[str, Any]] = {}
     for rows in attempts:

@@ -15,6 +15,7 @@ from verl_logsync.rollouts import cache as cache_module
 from verl_logsync.rollouts import folder as folder_module
 from verl_logsync.rollouts.cache import ReductionCache
 from verl_logsync.rollouts.folder import reduce_folder
+from verl_logsync.rollouts.reduce import reduce_file
 from verl_logsync.rollouts.values import ReductionOptions, StepReduction
 from verl_logsync.sources.rollouts import Rollouts
 
@@ -32,7 +33,7 @@ def dumps(fixture_files: Path, tmp_path: Path) -> Path:
 def read_files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the dumps that are read, in order."""
     names: list[str] = []
-    original = folder_module.reduce_file
+    original = reduce_file
 
     def watched(path: Path, *arguments: Any) -> StepReduction:
         names.append(path.name)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from verl_logsync.errors import UnreadableInput, UsageError
 from verl_logsync.rollouts.reduce import reduce_file
+from verl_logsync.rollouts.samples import read_samples
 from verl_logsync.rollouts.values import (
     Histogram,
     ReductionOptions,
@@ -149,7 +150,7 @@ def test_every_statistic_is_there_or_missing(write_dump: Any, rows_of: Any) -> N
     rich = rows_of([[1, 0, 1], [0, 0, 1]], acc=1, pred="7")
     for row in rich:
         row["output"] += "x" * int(10 * row["score"]) + str(id(row))
-    steps = (rich, rows_of([[1]]), rows_of([[None, 1]]), [])
+    steps: list[Any] = [rich, rows_of([[1]]), rows_of([[None, 1]]), []]
     names = []
     for number, rows in enumerate(steps):
         found = reduce_file(write_dump(rows, step=number))
@@ -345,7 +346,7 @@ def test_samples_of_a_file_that_changed(
         path.write_text(path.read_text().replace('"output": "', fresh))
         return original(*arguments)
 
-    original = module.read_samples
+    original = read_samples
     monkeypatch.setattr(module, "read_samples", overwritten)
     found = reduce_file(path)
     assert found.samples == ()

@@ -28,7 +28,7 @@ from verl_logsync.model import (
 from verl_logsync.plan import Situation, make_plan
 from verl_logsync.readiness import Readiness
 from verl_logsync.sinks.offline_dir import OfflineDirSink
-from verl_logsync.transaction_log import TransactionLogWriter, read_records
+from verl_logsync.transaction_log import Entry, TransactionLogWriter, read_records
 from verl_logsync.transaction_log.fragment import ARTIFACT_FILES
 from verl_logsync.transaction_log.records import artifact_record
 from verl_logsync.verify import verify_counts
@@ -104,7 +104,7 @@ def _without_file(run: Path) -> None:
 
 def _without_end(run: Path) -> None:
     log = run / "run-r.wandb"
-    kept = [e.payload for e in read_records(log) if e.kind != "exit"]
+    kept = [e.payload for e in read_records(log) if isinstance(e, Entry) and e.kind != "exit"]
     with TransactionLogWriter(log) as writer:
         for payload in kept:
             writer.write_payload(payload)

@@ -21,7 +21,7 @@ from verl_logsync.transaction_log.records import (
     summary_record,
 )
 
-_TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=300)
+_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=300)
 _VALUES = st.dictionaries(_TEXT, st.none() | st.booleans() | st.integers() | _TEXT, max_size=5)
 
 

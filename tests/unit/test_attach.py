@@ -233,5 +233,5 @@ def test_two_bound_folders_of_one_name(tmp_path):
     runs = found(tmp_path).runs
     assert sorted(run.target.run_id for run in runs) == ["bound1", "bound2"]
     for run in runs:
-        number = run.target.run_id[-1]
-        assert run.attempts[0].files[0].path.is_relative_to(tmp_path / f"job{number}")
+        job = tmp_path / f"job{run.target.run_id[-1]}"
+        assert run.attempts[0].files[0].path.is_relative_to(job)

@@ -10,6 +10,7 @@ import pytest
 
 import verl_logsync
 from verl_logsync import StepLogger, api
+from verl_logsync.pipeline.loading import Loaded
 from verl_logsync.settings import load_settings
 from verl_logsync.testing.builders import write_verl_log
 from verl_logsync.verl_keys import beside_step_time
@@ -49,7 +50,7 @@ def log(tmp_path):
 
 def loaded(folder, **settings):
     ((run, result),) = api.scan([folder], load_settings(settings))[1]
-    assert result.history is not None
+    assert isinstance(result, Loaded)
     frame = verl_logsync.load(folder, **settings)[0].history()
     return result, frame
 

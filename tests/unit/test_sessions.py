@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -225,7 +226,8 @@ def test_any_job_from_console_and_logs(tmp_path_factory, spans, rng):
 @given(jobs(), st.randoms(use_true_random=False), st.data())
 def test_order_of_files_does_not_matter(spans, rng, data):
     """The readings of an attempt in another order are the same attempts and the same history."""
-    console, restarts = [], []
+    console: list[Any] = []
+    restarts: list[Restart] = []
     for number, span in enumerate(spans):
         restarts.append(Restart(len(console)))
         console.extend(rows_of(number, *span))

@@ -120,7 +120,8 @@ def test_every_value_is_compared(rows: list[dict[str, Any]], agrees: bool) -> No
 def test_a_failed_run_is_never_a_success() -> None:
     """Whatever prevented a run, the exit code of the whole is not 0."""
     target = Target("", "grpo", "exp")
-    for kind in (LogsyncError, *_all_below(LogsyncError)):
+    kinds: list[type[LogsyncError]] = [LogsyncError, *_all_below(LogsyncError)]
+    for kind in kinds:
         outcome = Outcome(target, "exp", None, error=kind("no"))
         assert Report((outcome,), (), Catalog((), ())).exit_code is not ExitCode.OK, kind
 
