@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from verl_logsync.columns import AXES, MISSING, ROUNDING, STEP, as_numbers, concat, decode, to_json
+from verl_logsync.counters import counter_notes
 from verl_logsync.errors import OverlapRefused, RestartRefused, quoted
 from verl_logsync.model import Account, AttemptReading, Clock, Conflict, History, Origin
 from verl_logsync.verl_keys import LATEST_START, training_rows
@@ -104,7 +105,11 @@ def align(
         skips=tuple(skips),
         conflicts=tuple(conflicts),
         conflict_count=count,
-        notes=(*_reading_notes(attempts), *_notes(rows, superseded, history)),
+        notes=(
+            *_reading_notes(attempts),
+            *_notes(rows, superseded, history),
+            *counter_notes(history),
+        ),
         origins=tuple(_origins(attempts, rows, kept)),
         below_precision=tuple(_below_precision(attempts)),
     )

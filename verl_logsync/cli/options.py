@@ -67,6 +67,11 @@ def grouping_options(function: _F) -> _F:
             "the choices, or let it replace the earlier one (default: ask).",
         ),
         click.option(
+            "--step-key",
+            metavar="KEY",
+            help="The key that holds the step of JSON lines (default: step, as verl writes it).",
+        ),
+        click.option(
             "--per-rank",
             multiple=True,
             metavar="PATTERN",

@@ -49,14 +49,14 @@ BATCH_BYTES = 256 << 20
 def survey(engine: Engine, paths: Sequence[Path]) -> Catalog:
     """Everything under the paths, grouped into runs, each with the target it is bound to."""
     settings, ledger = engine.settings, engine.ledger
-    recall: Recall = ledger.recall() if ledger is not None else remember_nothing
+    recall: Recall = ledger.recall(settings.step_key) if ledger is not None else remember_nothing
     found = discover(
         paths, engine.sources, recall, excluded=(settings.state_folder, settings.output)
     )
     if ledger is not None and isinstance(recall, RememberedFiles) and not settings.dry_run:
         reached = tuple((path, recall.with_memory(path, file)) for path, file in found.reached)
         found = replace(found, files=tuple(file for _, file in reached), reached=reached)
-        ledger.remember_files(reached)
+        ledger.remember_files(reached, settings.step_key)
     found = replace(found, files=tuple(with_offset(file, settings) for file in found.files))
     runs = catalog(
         found, Grouping(settings.entity, settings.project, settings.runs, settings.merge)
