@@ -55,8 +55,9 @@ class Settings:
     `runs` holds (name, shell pattern) pairs: files that match belong to that run, whatever
     they say themselves; a name may be `PROJECT/NAME`. `offsets` holds (shell pattern, steps)
     pairs: so much is added to every step of the files that match, or, in a file that counts from 0
-    again, to those from there on (the second pair from the second such place on). `step_key` names the key that
-    holds the step of JSON lines that are not of verl's own form, or that count otherwise. With
+    again, to those from there on (the second pair from the second such place on). `step_key` names
+    the key that holds the step of JSON lines that are not of verl's own form, or count
+    otherwise. With
     `bind_checkpoints` the run's id is written into its checkpoint folder, as `binding_file`.
     `diagnostics` says whether derived columns are added, `recompute` that all rows are sent anew
     with them; `rules` is a TOML file over the shipped health rules, a score of `success_threshold`

@@ -58,8 +58,8 @@ def grouping_options(function: _F) -> _F:
             "offsets",
             multiple=True,
             metavar="GLOB=STEPS",
-            help="Add so much to the steps of files that counted from 0 again; where that is inside "
-            "a file, from there on; may be repeated.",
+            help="Add so much to the steps of files that counted from 0 again; where that is "
+            "inside a file, from there on; may be repeated.",
         ),
         click.option(
             "--on-restart",
