@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from verl_logsync.columns import AXES, MISSING, ROUNDING, STEP, as_numbers, concat, decode, to_json
+from verl_logsync.counters import counter_notes
 from verl_logsync.errors import OverlapRefused, RestartRefused, quoted
 from verl_logsync.model import Account, AttemptReading, Clock, Conflict, History, Origin
 from verl_logsync.verl_keys import LATEST_START, training_rows
@@ -104,7 +105,11 @@ def align(
         skips=tuple(skips),
         conflicts=tuple(conflicts),
         conflict_count=count,
-        notes=(*_reading_notes(attempts), *_notes(rows, superseded, history)),
+        notes=(
+            *_reading_notes(attempts),
+            *_notes(rows, superseded, history),
+            *counter_notes(history),
+        ),
         origins=tuple(_origins(attempts, rows, kept)),
         below_precision=tuple(_below_precision(attempts)),
     )
@@ -150,37 +155,46 @@ def _gather(attempts: Sequence[AttemptReading], precisions: Mapping[str, int]) -
 
 def _refuse_restart(rows: _Rows, attempts: Sequence[AttemptReading]) -> None:
     """A job that counts from 0 again may continue the one before it, or replace it."""
-    reached = LATEST_START
+    reached, first = LATEST_START, 0
+    anew: dict[int, int] = {}
     for session in range(len(attempts)):
         trained = rows.steps[(rows.sessions == session) & rows.training]
-        if len(trained) and trained.min() <= LATEST_START < reached:
-            first = int(trained.min())
-            place, hint = _choices(attempts, session, reached)
-            raise RestartRefused(
-                f"starts again at step {first} although an earlier attempt of this run "
-                f"reached step {reached}",
-                place=place,
-                hint=hint,
-            )
-        reached = max(reached, int(trained.max()) if len(trained) else 0)
-
-
-def _choices(attempts: Sequence[AttemptReading], session: int, offset: int) -> tuple[str, str]:
-    """Where an attempt begins at the beginning, and what a user may say about it."""
-    places = [file.place for file, _ in attempts[session].readings]
-    before = {file.place for attempt in attempts[:session] for file, _ in attempt.readings}
-    halves = [place for place in places if place in before]
-    if not halves:
-        offsets = " ".join(f"--offset {quoted(f'{place}={offset}')}" for place in places)
-        return places[0], (
-            f"If it continues: {offsets}; if it replaces what was before: --on-restart replace; "
-            "if it is another run: --no-merge, or --run NAME=GLOB"
+        if not len(trained):
+            continue
+        last = int(trained.max())
+        if trained.min() <= LATEST_START < reached:
+            first = first if anew else int(trained.min())
+            anew[session] = reached
+            last += reached
+        reached = max(reached, last)
+    if anew:
+        session = min(anew)
+        raise RestartRefused(
+            f"starts again at step {first} although an earlier attempt of this run "
+            f"reached step {anew[session]}",
+            place=attempts[session].readings[0][0].place,
+            hint=_choices(attempts, anew),
         )
-    # An offset, and a run's name, count for a whole file.
-    return halves[0], (
-        "If it replaces what was before: --on-restart replace; if it continues, cut the file in "
-        f"two there and give the second one an --offset of {offset}; if it is another run, cut "
-        "it too and name that: --run NAME=GLOB"
+
+
+def _choices(attempts: Sequence[AttemptReading], anew: Mapping[int, int]) -> str:
+    """What a user may say about attempts that begin at the beginning.
+
+    Args:
+        attempts: all of them.
+        anew: these attempts, and the steps that come before each if it goes on.
+    """
+    begun = [
+        (file.place, n) for session, n in anew.items() for file, _ in attempts[session].readings
+    ]
+    offsets = " ".join(f"--offset {quoted(f'{place}={steps}')}" for place, steps in begun)
+    before = {file.place for attempt in attempts[: min(anew)] for file, _ in attempt.readings}
+    other = "--no-merge, or --run NAME=GLOB"
+    if any(place in before for place, _ in begun):
+        other = "cut the file in two there, since a run's name counts for a whole file"
+    return (
+        f"If it continues: {offsets}; if it replaces what was before: --on-restart replace; "
+        f"if it is another run: {other}"
     )
 
 

@@ -26,6 +26,7 @@ from verl_logsync.model import (
 from verl_logsync.settings import Settings, load_settings
 from verl_logsync.sources import SOURCES, TRUNCATED
 from verl_logsync.sources.checkpoint import Checkpoint
+from verl_logsync.sources.verl_file import VerlFile
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -238,8 +239,9 @@ def _reader(settings: Settings) -> pipeline.Engine:
 
 def _sources(settings: Settings) -> tuple[Source, ...]:
     """The log formats, as the settings want them."""
-    checkpoint = Checkpoint(settings.binding_file)
-    return tuple(checkpoint if source.name == checkpoint.name else source for source in SOURCES)
+    wanted: tuple[Source, ...] = (Checkpoint(settings.binding_file), VerlFile(settings.step_key))
+    by_name = {source.name: source for source in wanted}
+    return tuple(by_name.get(source.name, source) for source in SOURCES)
 
 
 # -- what the command line uses too --------------------------------------------------------

@@ -218,14 +218,18 @@ class Ledger:
 
     # -- files ----------------------------------------------------------------------------
 
-    def recall(self) -> RememberedFiles:
-        """The verdicts of the last walk, valid where the file did not change since."""
-        rows = self._query("SELECT path, verdict FROM files WHERE path LIKE ?", (f"{_VERDICTS}%",))
-        return RememberedFiles(dict(rows))
+    def recall(self, way: str = "") -> RememberedFiles:
+        """The verdicts of the last walk, valid where the file did not change since.
 
-    def remember_files(self, verdicts: Iterable[tuple[str, LogFile]]) -> None:
+        Args:
+            way: how files were looked at, where settings decide what is seen in them.
+        """
+        rows = self._query("SELECT path, verdict FROM files WHERE path LIKE ?", (f"{_VERDICTS}%",))
+        return RememberedFiles(dict(rows), way)
+
+    def remember_files(self, verdicts: Iterable[tuple[str, LogFile]], way: str = "") -> None:
         """Keep what was recognised under the paths at which it was found."""
-        rows = [(f"{_VERDICTS}{path}", _dump(file)) for path, file in verdicts]
+        rows = [(_verdict_of(path, way), _dump(file)) for path, file in verdicts]
         with self._transaction() as db:
             db.executemany("INSERT OR REPLACE INTO files VALUES (?, ?)", rows)
 
@@ -393,14 +397,19 @@ def _stamp_now(path: Path) -> Stamp | None:
     return stamp_of_dumps(path) if is_folder(path) else stamp_of(path)
 
 
+def _verdict_of(path: Path | str, way: str) -> str:
+    return f"{_VERDICTS}{way}\0{path}" if way else f"{_VERDICTS}{path}"
+
+
 class RememberedFiles:
     """A `Recall`: verdicts by path, each checked against the file as it is now."""
 
-    def __init__(self, verdicts: dict[str, bytes]) -> None:
+    def __init__(self, verdicts: dict[str, bytes], way: str = "") -> None:
         self._verdicts = verdicts
+        self._way = way
 
     def __call__(self, path: Path) -> LogFile | Skip | None:
-        data = self._verdicts.get(f"{_VERDICTS}{path}")
+        data = self._verdicts.get(_verdict_of(path, self._way))
         if data is None:
             return None
         known = orjson.loads(data)
@@ -420,7 +429,7 @@ class RememberedFiles:
 
     def with_memory(self, path: str, file: LogFile) -> LogFile:
         """The same log file, knowing what its path held before."""
-        data = self._verdicts.get(f"{_VERDICTS}{path}")
+        data = self._verdicts.get(_verdict_of(path, self._way))
         if data is None:
             return file
         known = orjson.loads(data)

@@ -8,6 +8,7 @@ their values. Ranks of one start become one reading.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -82,7 +83,7 @@ def sort_out(
 
 def _pieces(file: LogFile, reading: Reading, attempt: int) -> Iterator[_Piece]:
     """One piece for every start that a file tells of; rows decide, not empty starts."""
-    restarts = reading.restarts or _restarts(reading.rows)
+    restarts = restarts_of(reading)
     starts = [Restart(0, reading.started_at, file.facts.attempt_id), *restarts]
     ends = [start.row for start in starts[1:]] + [reading.rows.num_rows]
     cuts = [(s, end) for s, end in zip(starts, ends, strict=True) if end > s.row] or [
@@ -131,6 +132,26 @@ def _cut(reading: Reading, start: Restart, end: int, *, first: bool, last: bool)
         ended_at=reading.ended_at if last else None,
         restarts=(),
     )
+
+
+def restarts_of(reading: Reading) -> tuple[Restart, ...]:
+    """Where a log says, or its rows give away, that the job was started again."""
+    return reading.restarts or _restarts(reading.rows)
+
+
+def counted_anew(reading: Reading) -> tuple[int, ...]:
+    """The rows at which the steps of one log begin at the beginning again."""
+    steps, training = reading.rows.column(STEP).to_numpy(), training_rows(reading.rows)
+    rows = [0, *(restart.row for restart in restarts_of(reading)), len(steps)]
+    found, reached = [], LATEST_START
+    for start, end in itertools.pairwise(rows):
+        trained = steps[start:end][training[start:end]]
+        if not len(trained):
+            continue
+        if trained.min() <= LATEST_START < reached:
+            found.append(start)
+        reached = max(reached, int(trained.max()))
+    return tuple(found)
 
 
 def _restarts(table: pa.Table) -> tuple[Restart, ...]:

@@ -55,12 +55,16 @@ class Settings:
 
     `runs` holds (name, shell pattern) pairs: files that match belong to that run, whatever
     they say themselves; a name may be `PROJECT/NAME`. `offsets` holds (shell pattern, steps)
-    pairs: so much is added to every step of the files that match. With `bind_checkpoints` the run's
-    id is written into its checkpoint folder, as `binding_file`. `diagnostics` says whether derived
-    columns are added, `recompute` that all rows are sent anew with them; `rules` is a TOML file
-    over the shipped health rules, a score of `success_threshold` and more is a solved prompt, and
-    tables of groups are made every `tables_every` steps (0: never). `rank_rules` holds (key
-    pattern, rule) pairs: how the values of several ranks become one; keys that match `per_rank`
+    pairs: so much is added to every step of the files that match, or, in a file that counts from 0
+    again, to those from there on (the second pair from the second such place on). `step_key` names
+    the key that holds the step of JSON lines that are not of verl's own form, or count
+    otherwise. With
+    `bind_checkpoints` the run's id is written into its checkpoint folder, as `binding_file`.
+    `diagnostics` says whether derived columns are added, `recompute` that all rows are sent anew
+    with them; `rules` is a TOML file over the shipped health rules, a score of `success_threshold`
+    and more is a solved prompt, and tables of groups are made every `tables_every` steps (0:
+    never). `rank_rules` holds (key pattern, rule) pairs: how the values of several ranks become
+    one; keys that match `per_rank`
     keep each rank's value too, and those that match `rank_spread` get the spread.
     """
 
@@ -84,6 +88,7 @@ class Settings:
     merge: Merge = "auto"
     offsets: tuple[tuple[str, int], ...] = ()
     on_restart: OnRestart = "ask"
+    step_key: str = ""
     bind_checkpoints: bool = False
     binding_file: str = "wandb_run_id"
     diagnostics: bool = True
@@ -112,7 +117,7 @@ class Settings:
             (
                 *(self.on_overlap, self.keep_tail, self.on_rewrite, self.on_restart, self.runtime),
                 *(self.settle, self.stale_after, self.final),
-                *(self.runs, self.merge, self.offsets),
+                *(self.runs, self.merge, self.offsets, self.step_key),
                 *(self.rank_rules, self.per_rank, self.rank_spread),
                 self.diagnostics,
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 import verl_logsync
 from verl_logsync.errors import OverlapRefused, RestartRefused
+from verl_logsync.settings import parse_offset
 from verl_logsync.testing.builders import OfflineRun, make_offline_runs, write_verl_log
 
 # (first attempt, second attempt, the step from which rows are the second's)
@@ -306,22 +308,89 @@ def test_a8_two_runs_name_the_choices(outputs, age):
         assert any("--offset" in n and "--merge --on-restart replace" in n for n in run.notes)
 
 
-def test_a8_in_one_file(outputs, age):
-    """A8: a file that holds both starts is refused too; an offset for all of it is not proposed."""
-    log = outputs / "train.log"
-    text = "".join(
-        f"step:{s} - actor/loss:{s + n} - attempt:{n}\n"
-        for n, last in ((1, 30), (2, 12))
+def starts(*lasts: int, prefix: str = "") -> str:
+    """A console that counts from 0 again and again."""
+    return "".join(
+        f"{prefix}step:{s} - actor/loss:{s + n / 10} - attempt:{n}\n"
+        for n, last in enumerate(lasts, 1)
         for s in range(last + 1)
     )
-    log.write_text(text)
+
+
+def pasted(hint: str) -> tuple[tuple[str, int], ...]:
+    """The offsets that a hint proposes, as a shell and the command line read them."""
+    words = shlex.split(hint.removeprefix("If it continues: ").partition(";")[0])
+    assert words[::2] == ["--offset"] * (len(words) // 2)
+    return tuple(map(parse_offset, words[1::2]))
+
+
+@pytest.mark.parametrize("lasts", [(30, 12), (30, 12, 5), (30, 1, 1)])
+def test_a8_in_one_file(outputs, age, lasts):
+    """A8: a file that counts from 0 again is refused; the offsets that the message names count
+    from there on, each for its start, and make it one run in which no step is lost."""
+    log = outputs / "it's = a log" / "train.log"
+    log.parent.mkdir(parents=True)
+    log.write_text(starts(*lasts))
     age(outputs)
     with pytest.raises(RestartRefused, match="starts again at step 0") as refused:
         verl_logsync.load(outputs)
-    assert f"--offset {log}" not in str(refused.value.hint)
-    assert "cut the file" in refused.value.hint
+    offsets = pasted(refused.value.hint)
+    ends = list(itertools.accumulate(lasts))
+    assert offsets == tuple((str(log), end) for end in ends[:-1])
+    (run,) = verl_logsync.load(outputs, offsets=offsets)
+    frame = run.history()
+    assert frame.index.tolist() == list(range(ends[-1] + 1))
+    last_of = [n for n, last in enumerate(lasts, 1) for _ in range(last)]
+    assert frame["attempt"].tolist()[1:] == [
+        n + 1 if s in ends[:-1] else n for s, n in enumerate(last_of, 1)
+    ]
+    assert run.account.balanced
+
+
+def test_a8_in_one_file_replaced(outputs, age):
+    """A8: the same file, when it started from scratch, holds only its last start."""
+    (outputs / "train.log").write_text(starts(30, 12))
+    age(outputs)
     (run,) = verl_logsync.load(outputs, on_restart="replace")
     assert run.history()["attempt"].tolist() == [2] * 13
+
+
+def test_a8_in_one_file_and_in_another(outputs, age, upload, one_run):
+    """A8: a console holds both starts, verl's own log the second only: the message names an offset
+    for each, and what is uploaded then is one run, twice the same."""
+    (outputs / "train.log").write_text(starts(30, 12))
+    rows = [(s, {"actor/loss": s + 0.2, "attempt": 2}) for s in range(13)]
+    write_verl_log(outputs / "grpo" / "exp.jsonl", rows)
+    age(outputs)
+    refused = upload(outputs)
+    offsets = pasted(refused.only["error"]["hint"])
+    assert sorted(steps for _, steps in offsets) == [30, 30]
+    words = [word for path, steps in offsets for word in ("--offset", f"{path}={steps}")]
+    assert upload(outputs, *words).rows_sent == 43
+    assert [r["_step"] for r in one_run().rows] == list(range(43))
+    assert upload(outputs, *words).rows_sent == 0
+
+
+def test_a8_an_offset_counts_for_a_resume_after_the_restart(outputs, age):
+    """A8: what was resumed inside the second start counts as that start does."""
+    text = starts(30, 12) + "".join(
+        f"step:{s} - actor/loss:{s} - attempt:3\n" for s in range(9, 20)
+    )
+    (outputs / "train.log").write_text(text)
+    age(outputs)
+    (run,) = verl_logsync.load(outputs, offsets=((str(outputs / "train.log"), 30),))
+    frame = run.history()
+    assert frame.index.tolist() == list(range(50))
+    assert frame["attempt"].tolist()[28:] == [1, 1, *[2] * 9, *[3] * 11]
+
+
+def test_a8_a_resumed_file_is_shifted_as_a_whole(outputs, age):
+    """A8: going back to a checkpoint is not counting from 0 again: all of the file is shifted."""
+    text = starts(30) + "".join(f"step:{s} - actor/loss:{s} - attempt:2\n" for s in range(21, 41))
+    (outputs / "train.log").write_text(text)
+    age(outputs)
+    (run,) = verl_logsync.load(outputs, offsets=((str(outputs / "train.log"), 100),))
+    assert run.history().index.tolist() == list(range(100, 141))
 
 
 def test_a8_patterns_of_offsets(outputs, age):

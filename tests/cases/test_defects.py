@@ -419,8 +419,10 @@ def test_links_are_followed_so_far_and_no_further(tmp_path):
     assert any("links" in skip.detail for skip in found.skips)
 
 
-def test_a_restart_inside_one_file_names_no_flag_that_moves_both_starts(upload, tmp_path):
-    """`--offset` and `--run` go by file, so they are not offered for two starts in one file."""
+def test_a_restart_inside_one_file_names_an_offset_that_moves_the_second_start_only(
+    upload, server, tmp_path
+):
+    """The named offset counts from the restart on: the first start keeps its steps."""
     rows = [*((step, {"actor/loss": 1.0}) for step in range(1, 11)), (1, {"actor/loss": 2.0})]
     log = write_verl_log(tmp_path / "logs" / "grpo" / "exp.jsonl", rows)
     os.utime(log, (time.time() - 7200,) * 2)
@@ -428,7 +430,9 @@ def test_a_restart_inside_one_file_names_no_flag_that_moves_both_starts(upload, 
     assert result.code == 3
     hint = result.only["error"]["hint"]
     assert "--on-restart replace" in hint
-    assert f"--offset {log}" not in hint
+    assert f"--offset {log}=10;" in hint
+    assert upload.here(tmp_path / "logs", offsets=((str(log), 10),)).code == 0
+    assert _steps(server) == [list(range(1, 12))]
 
 
 def test_the_offset_of_a_restart_can_be_pasted(upload, server, tmp_path):

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import pytest
+
 import verl_logsync
+from verl_logsync import api
+from verl_logsync.settings import Settings
 from verl_logsync.testing.builders import write_verl_log
 
 
@@ -29,8 +34,6 @@ def test_b1_train_and_validation_records_of_one_step(outputs, age, upload, one_r
 
 def test_b1_several_records_a_step_of_a_fully_async_trainer(fixture_files):
     """B1: the 2 or 3 records that a fully asynchronous trainer logs a step are their union."""
-    import json
-
     path = fixture_files / "verl_file" / "fully_async" / "fully_async_multi_record_per_step.jsonl"
     union: dict[int, dict[str, Any]] = {}
     for record in map(json.loads, path.read_text().splitlines()):
@@ -89,6 +92,105 @@ def test_b3_fully_async_steps_are_not_corrected(outputs, age):
     assert frame["timing_s/timing_s/param_sync"].tolist() == [3.0, 4.0, 5.0, 6.0, 7.0]
     assert frame["val-core/x/acc/mean@1"].tolist() == [0.1, 0.2, 0.3, 0.4, 0.5]
     assert (run.account.merged, run.account.superseded) == (10, 0)
+    (note,) = [note for note in run.account.notes if "global_step" in note]
+    assert note.startswith("training/global_step is another counter than the step: 4 to a step.")
+
+
+@pytest.mark.parametrize(
+    ("counter", "relation"),
+    [
+        (lambda step: step + 3, "always 3 more"),
+        (lambda step: step - 1, "always 1 less"),
+        (lambda step: 4 * step - 4, "4 to a step, 4 less (one step late, as verl 0.8.0 logs"),
+        (lambda step: 4 * step + 1, "4 to a step, 1 more. Both stay"),
+        (lambda step: step**2, "1 at step 1, 64 at step 8"),
+    ],
+)
+def test_b3_a_counter_that_disagrees_is_said_once(outputs, age, counter, relation):
+    """B3: how another counter goes with the steps is said in one note; no step is changed."""
+    rows = [(s, {"actor/loss": 1 / s, "training/global_step": counter(s)}) for s in range(1, 9)]
+    write_verl_log(outputs / "grpo" / "qwen.jsonl", rows)
+    age(outputs)
+    (run,) = verl_logsync.load(outputs)
+    assert run.history().index.tolist() == list(range(1, 9))
+    (note,) = [note for note in run.account.notes if "global_step" in note]
+    assert relation in note
+    assert note.endswith("to count by it: --step-key training/global_step")
+
+
+def test_a_counter_that_agrees_is_not_worth_a_note(outputs, age):
+    """A global step that is the step, where it was logged, gives no note."""
+    rows = [(s, {"a": 1.5, **({"training/global_step": s} if s % 2 else {})}) for s in range(9)]
+    write_verl_log(outputs / "grpo" / "qwen.jsonl", rows)
+    age(outputs)
+    (run,) = verl_logsync.load(outputs)
+    assert not [note for note in run.account.notes if "global_step" in note]
+
+
+def write_lines(path, records):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@pytest.mark.parametrize(
+    ("key", "record"),
+    [
+        ("global_step", lambda s: {"global_step": s, "actor/loss": s / 7}),
+        ("_step", lambda s: {"actor/loss": s / 7, "_step": s, "_timestamp": 1.75e9 + s}),
+        ("iteration", lambda s: {"iteration": float(s), "actor/loss": s / 7}),
+        ("step", lambda s: {"step": s, "actor/loss": s / 7}),
+        (
+            "training/global_step",
+            lambda s: {"data": {"training/global_step": s, "actor/loss": s / 7}},
+        ),
+    ],
+)
+def test_b4_json_lines_without_a_step_name_the_flag_that_reads_them(outputs, age, key, record):
+    """B4: JSON lines that count by another key are not recognised, and the verdict ends with the
+    option; with it their steps are that key's values, and their metrics are the others."""
+    write_lines(outputs / "grpo" / "qwen.jsonl", map(record, range(3, 11)))
+    age(outputs)
+    found, _ = api.scan([outputs], Settings())
+    assert not found.runs
+    assert [skip.hint for skip in found.skips] == [f"If {key} counts its steps: --step-key {key}"]
+    (run,) = verl_logsync.load(outputs, step_key=key)
+    frame = run.history()
+    assert frame.index.tolist() == list(range(3, 11))
+    assert frame["actor/loss"].tolist() == [s / 7 for s in range(3, 11)]
+    assert set(frame.columns) - {"_timestamp", "_runtime", "training/global_step"} == {"actor/loss"}
+    if key == "_step":
+        assert frame["_timestamp"].tolist() == [1.75e9 + s for s in range(3, 11)]
+
+
+def test_b4_the_step_key_reaches_the_server_and_counts_as_a_change(outputs, age, upload, one_run):
+    """B4: what was remembered of a file by `step` is not the answer when the user names a key.
+    Rows at other steps come to those that the server has."""
+    rows = [(s, {"actor/loss": s / 7, "training/global_step": 10 * s}) for s in range(1, 6)]
+    write_verl_log(outputs / "grpo" / "qwen.jsonl", rows)
+    age(outputs)
+    upload.here(outputs)
+    assert [row["_step"] for row in one_run().rows] == [1, 2, 3, 4, 5]
+    again = upload(outputs, "--step-key", "training/global_step")
+    assert again.only["rows_sent"] == 5
+    assert [row["_step"] for row in one_run().rows][-5:] == [10, 20, 30, 40, 50]
+    assert upload(outputs, "--step-key", "training/global_step").rows_sent == 0
+
+
+def test_b4_records_without_the_key_are_named_and_counted(outputs, age):
+    """B4: of a log that counts by another key, records that lack it are skipped with their line."""
+    write_lines(
+        outputs / "grpo" / "qwen.jsonl",
+        [{"it": 1, "a": 1.5}, {"a": 2.5}, {"it": "x", "a": 3}, {"it": True}, {"it": 4, "a": 4.5}],
+    )
+    age(outputs)
+    (run,) = verl_logsync.load(outputs, step_key="it")
+    assert run.history().index.tolist() == [1, 4]
+    assert [(s.place.split(":")[-1].split()[0], s.detail) for s in run.account.skips] == [
+        ("2", 'no "it"'),
+        ("3", "step is 'x'"),
+        ("4", "step is 'True'"),
+    ]
+    assert run.account.balanced
 
 
 def test_b4_keys_of_different_densities(outputs, age):

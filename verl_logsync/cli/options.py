@@ -58,13 +58,19 @@ def grouping_options(function: _F) -> _F:
             "offsets",
             multiple=True,
             metavar="GLOB=STEPS",
-            help="Add so much to the steps of files that counted from 0 again; may be repeated.",
+            help="Add so much to the steps of files that counted from 0 again; where that is "
+            "inside a file, from there on; may be repeated.",
         ),
         click.option(
             "--on-restart",
             type=click.Choice(["ask", "replace"]),
             help="When a later attempt of a run begins at step 0 again: leave the run out and name "
             "the choices, or let it replace the earlier one (default: ask).",
+        ),
+        click.option(
+            "--step-key",
+            metavar="KEY",
+            help="The key that holds the step of JSON lines (default: step, as verl writes it).",
         ),
         click.option(
             "--per-rank",

@@ -24,8 +24,9 @@ from verl_logsync.model import Action, Catalog, Outcome, Report, RunSources
 from verl_logsync.pipeline.delivering import carry_out
 from verl_logsync.pipeline.deriving import check_options
 from verl_logsync.pipeline.engine import Engine, Progress, failed_outcome, no_progress, sends
-from verl_logsync.pipeline.loading import Loaded, load, load_or_error, with_offset
+from verl_logsync.pipeline.loading import Loaded, load, load_or_error
 from verl_logsync.pipeline.preparing import outcome_of, prepare_batch, readiness_of
+from verl_logsync.pipeline.shifting import with_offset
 
 __all__ = [
     "Engine",
@@ -49,15 +50,16 @@ BATCH_BYTES = 256 << 20
 def survey(engine: Engine, paths: Sequence[Path]) -> Catalog:
     """Everything under the paths, grouped into runs, each with the target it is bound to."""
     settings, ledger = engine.settings, engine.ledger
-    recall: Recall = ledger.recall() if ledger is not None else remember_nothing
+    recall: Recall = ledger.recall(settings.step_key) if ledger is not None else remember_nothing
     found = discover(
         paths, engine.sources, recall, excluded=(settings.state_folder, settings.output)
     )
     if ledger is not None and isinstance(recall, RememberedFiles) and not settings.dry_run:
         reached = tuple((path, recall.with_memory(path, file)) for path, file in found.reached)
         found = replace(found, files=tuple(file for _, file in reached), reached=reached)
-        ledger.remember_files(reached)
-    found = replace(found, files=tuple(with_offset(file, settings) for file in found.files))
+        ledger.remember_files(reached, settings.step_key)
+    placed = (with_offset(file, engine.by_name[file.source], settings) for file in found.files)
+    found = replace(found, files=tuple(placed))
     runs = catalog(
         found, Grouping(settings.entity, settings.project, settings.runs, settings.merge)
     )

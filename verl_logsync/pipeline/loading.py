@@ -10,11 +10,9 @@ from typing import Final, cast
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from verl_logsync.align import Policy, align
 from verl_logsync.assemble import Surroundings, assemble
-from verl_logsync.catalog import matches
 from verl_logsync.clock import set_clocks
 from verl_logsync.columns import AXES, STEP, TableBuilder
 from verl_logsync.config_files import config_artifact
@@ -35,6 +33,7 @@ from verl_logsync.model import (
     Target,
 )
 from verl_logsync.pipeline.engine import Engine, attempted
+from verl_logsync.pipeline.shifting import offsets_of, shifted
 from verl_logsync.plan import NOTHING_DERIVED, Derived
 from verl_logsync.ranks import RankRules, Rule
 from verl_logsync.sessions import sort_out
@@ -144,29 +143,7 @@ def _read_attempt(engine: Engine, attempt: Attempt) -> AttemptReading:
 
 def _read(engine: Engine, file: LogFile) -> Reading:
     reading = read_steadily(engine.by_name[file.source], file)
-    return _shifted(reading, offset_of(file.path, engine.settings))
-
-
-def offset_of(path: Path, settings: Settings) -> int:
-    """What the user adds to the steps of a file."""
-    return next((steps for pattern, steps in settings.offsets if matches(path, pattern)), 0)
-
-
-def with_offset(file: LogFile, settings: Settings) -> LogFile:
-    """A file with the steps that it has in its run."""
-    offset, facts = offset_of(file.path, settings), file.facts
-    if not offset or facts.first_step is None:
-        return file
-    last = facts.last_step + offset if facts.last_step is not None else None
-    return replace(file, facts=replace(facts, first_step=facts.first_step + offset, last_step=last))
-
-
-def _shifted(reading: Reading, offset: int) -> Reading:
-    if not offset:
-        return reading
-    steps = pc.add(reading.rows.column(STEP), offset)
-    index = reading.rows.schema.get_field_index(STEP)
-    return replace(reading, rows=reading.rows.set_column(index, STEP, steps))
+    return shifted(reading, offsets_of(file.path, engine.settings))
 
 
 def stored_attempt(rows: Sequence[Mapping[str, object]], target: Target) -> AttemptReading:

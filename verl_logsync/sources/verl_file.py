@@ -3,20 +3,24 @@
 Written by verl 0.6.0 - 0.9.1. Until 0.7.0 the encoder writes bare NaN and infinities and may
 leave a cut last line; from 0.7.1 they are `null`. verl truncates the file at every start, so
 people keep copies under names that share the experiment's stem.
+
+Other JSON lines are read too when the user names the key that counts their steps; metrics are then
+in `data`, if there is such an object, else beside that key.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from verl_logsync.columns import AXES, STEP, TableBuilder
+from verl_logsync.columns import AXES, STEP, TIMESTAMP, TableBuilder
 from verl_logsync.errors import NotALog, UnreadableInput, quoted
 from verl_logsync.interfaces import Candidate
 from verl_logsync.jsonlines import LONGEST_LINE, Line, parse_line, read_lines
-from verl_logsync.model import Facts, LogFile, Reading, Skip, SkipReason, Stamp
+from verl_logsync.model import Facts, LogFile, Reading, Skip, SkipReason
 from verl_logsync.verl_keys import is_validation_only
 
 _NAMED_SO: Final = re.compile(r"\.(jsonl|ndjson)(\.\w+)*$")
@@ -26,6 +30,13 @@ _COPY_MARKS: Final = re.compile(
     r"(\.(jsonl|ndjson|json|log|txt)|\.\d{8}[_-]?\d{6}|[._-]attempt[_-]?\d+"
     r"|(?<=\.jsonl)\.(\d+|bak|old|prev|orig|save|copy))$"
 )
+#: Keys that count steps where there is no `step` and `data`, likeliest first.
+STEP_KEYS: Final = (
+    *("step", "global_step", "training/global_step", "trainer/global_step", "train/global_step"),
+    *("_step", "train_step", "global_steps", "iteration", "iter"),
+)
+# Seconds since 1970 from 1990 to 2100; another number is no time.
+_EARLIEST, _LATEST = 631152000, 4102444800
 _TAIL_BYTES: Final = 1 << 20
 # So far into a file whose name promises a log a first record is looked for.
 _SEARCHED: Final = 64 << 20
@@ -34,53 +45,118 @@ _SKIPS_NAMED: Final = 100
 
 
 class VerlFile:
-    """Source `verl_file`."""
+    """Source `verl_file`.
+
+    Args:
+        step_key: the key whose value is a record's step; by default that of verl's own form.
+    """
 
     name = "verl_file"
     precision = 20
     patterns = ("*.jsonl", "*.jsonl.*", "*.ndjson", "*.json", "*.log", "*.txt")
 
+    def __init__(self, step_key: str = "") -> None:
+        self._form = _Form(step_key)
+
     def recognise(self, candidate: Candidate) -> LogFile | Skip | None:
         if candidate.names is not None:
             return None
         named_so = bool(_NAMED_SO.search(candidate.path.name))
-        first = _first_record(candidate.head)
+        first = self._form.first_record(candidate.head)
         if first is None and named_so and candidate.stamp.size > len(candidate.head):
-            first = _first_record_beyond(candidate.path)
+            first = _first_record_beyond(candidate.path, self._form)
         if first is None:
             if not candidate.head.strip(b"\0\n\r "):
                 return _nothing_yet(candidate) if named_so else None
-            return _refusal(candidate) if named_so else None
+            return _refusal(candidate, self._form) if named_so else None
         step, opens_with_validation, line = first
         facts = Facts(
             project=candidate.path.absolute().parent.name,
             name=experiment_name(candidate.path.name),
             first_step=step,
-            last_step=_last_step(candidate.path, candidate.stamp, step),
+            last_step=_last_step(candidate, self._form, step),
             opens_with_validation=opens_with_validation,
             head_digest=_digest(line),
-            training_digest=_training_digest(candidate, line, opens_with_validation),
+            training_digest=_training_digest(candidate, self._form, line, opens_with_validation),
         )
         return LogFile(candidate.path, self.name, candidate.stamp, facts)
 
     def read(self, file: LogFile) -> Reading:
-        rows = _Rows(file.place)
+        rows = _Rows(file.place, self._form)
         for line in read_lines(file.path):
             rows.take(line)
         if rows.rounded:
-            rows = _Rows(file.place, exactly=True)
+            rows = _Rows(file.place, self._form, exactly=True)
             for line in read_lines(file.path):
                 rows.take(line)
         return rows.reading()
 
 
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """Where the step and the metrics of a record stand."""
+
+    step_key: str
+
+    def split(self, record: Any) -> tuple[Any, Any]:
+        """Step and metrics. Raises KeyError, TypeError or IndexError where there are none."""
+        if not self.step_key:
+            return record["step"], record["data"]
+        values = record.get("data") if type(record) is dict else record["data"]
+        if type(values) is not dict:
+            values = {key: value for key, value in record.items() if key != self.step_key}
+        step = record[self.step_key] if self.step_key in record else values[self.step_key]
+        return int(step) if type(step) is float and step.is_integer() else step, values
+
+    def step_in(self, line: bytes) -> int | None:
+        """The step of a line, if it is a whole record."""
+        line = line.lstrip(b"\0")
+        if not self.step_key:
+            found = _RECORD_START.match(line)
+            return int(found[1]) if found else None
+        if not line.strip().startswith(b"{"):
+            return None
+        try:
+            step, _ = self.split(parse_line(line))
+        except (ValueError, KeyError, TypeError, IndexError):
+            return None
+        return step if type(step) is int else None
+
+    def first_record(self, head: bytes) -> tuple[int, bool, bytes] | None:
+        for line in head.split(b"\n"):
+            step = self.step_in(line)
+            if step is not None:
+                return step, self.validates(line), line
+        return None
+
+    def validates(self, line: bytes) -> bool:
+        """Whether a record holds nothing but validation results."""
+        try:
+            return is_validation_only(self.split(parse_line(line))[1])
+        except (ValueError, KeyError, TypeError, IndexError):
+            return False
+
+    def time_in(self, values: dict[str, Any]) -> float | None:
+        """When a record was logged; verl's own form does not say it."""
+        time = values.get(TIMESTAMP) if self.step_key else None
+        sane = isinstance(time, int | float) and _EARLIEST <= time <= _LATEST
+        return float(time) if time is not None and sane else None
+
+    @property
+    def lacking(self) -> str:
+        """What a record without a step lacks."""
+        return f'no "{self.step_key}"' if self.step_key else 'no "step" and "data"'
+
+
 class _Rows:
     """Collects the records of one file, and what is wrong with the others."""
 
-    def __init__(self, place: str, *, exactly: bool = False) -> None:
+    def __init__(self, place: str, form: _Form, *, exactly: bool = False) -> None:
         self._place = place
+        self._form = form
         self._exactly = exactly
         self._steps: list[int] = []
+        self._times: list[float | None] = []
         self._builder = TableBuilder()
         self._skips: list[Skip] = []
         self._more: dict[SkipReason, int] = {}
@@ -92,18 +168,19 @@ class _Rows:
             )
             return
         try:
-            record = parse_line(line.data)
-            step, values = record["step"], record["data"]
+            step, values = self._form.split(parse_line(line.data))
         except ValueError as error:
             self._broken(line, str(error))
             return
         except (KeyError, TypeError, IndexError):
-            self._skip(line, SkipReason.NO_STEP, 'no "step" and "data"')
+            self._skip(line, SkipReason.NO_STEP, self._form.lacking)
             return
         if type(step) is not int or type(values) is not dict or not 0 <= step < 2**63:
             self._skip(line, SkipReason.NO_STEP, f"step is {str(step)[:40]!r}")
             return
+        time = None
         if "_step" in values or "_timestamp" in values or "_runtime" in values:
+            time = self._form.time_in(values)
             values = {key: value for key, value in values.items() if key not in AXES}
         try:
             flags = b"true" in line.data or b"false" in line.data
@@ -112,6 +189,7 @@ class _Rows:
             self._skip(line, SkipReason.MALFORMED, str(error))
             return
         self._steps.append(step)
+        self._times.append(time)
 
     @property
     def rounded(self) -> bool:
@@ -140,6 +218,8 @@ class _Rows:
         if not self._steps and not self._skips:
             raise NotALog("holds no record", place=self._place, hint="It is read again next time.")
         columns: dict[str, Any] = {STEP: pa.array(self._steps, type=pa.int64())}
+        if any(time is not None for time in self._times):
+            columns[TIMESTAMP] = pa.array(self._times, type=pa.float64())
         more = (
             Skip(reason, self._place, f"{count} more like those above", records=count)
             for reason, count in self._more.items()
@@ -165,7 +245,7 @@ def _nothing_yet(candidate: Candidate) -> Skip:
     return Skip(SkipReason.NOTHING_YET, str(candidate.path), detail, "It is read next time.")
 
 
-def _first_record_beyond(path: Path) -> tuple[int, bool, bytes] | None:
+def _first_record_beyond(path: Path, form: _Form) -> tuple[int, bool, bytes] | None:
     """The first record of a file whose beginning is damaged: a hole that a truncation under an
     open writer leaves, or a long line of junk.
     """
@@ -173,14 +253,14 @@ def _first_record_beyond(path: Path) -> tuple[int, bool, bytes] | None:
         for line in read_lines(path):
             if line.offset > _SEARCHED:
                 return None
-            if not line.too_long and (found := _first_record(line.data.lstrip(b"\0"))):
+            if not line.too_long and (found := form.first_record(line.data)):
                 return found
     except UnreadableInput:
         pass  # it will be said when the file is read
     return None
 
 
-def _refusal(candidate: Candidate) -> Skip:
+def _refusal(candidate: Candidate, form: _Form) -> Skip:
     place = str(candidate.path)
     for line in candidate.head.split(b"\n"):
         try:
@@ -189,9 +269,9 @@ def _refusal(candidate: Candidate) -> Skip:
             continue
         if isinstance(value, dict):
             keys = ", ".join(sorted(map(str, value))[:6])
-            return Skip(
-                SkipReason.NOT_RECOGNISED, place, f'JSON lines without "step" and "data": {keys}'
-            )
+            lacking = form.lacking.removeprefix("no ")
+            detail = f"JSON lines without {lacking}: {keys}"
+            return Skip(SkipReason.NOT_RECOGNISED, place, detail, _other_key(value))
     return Skip(
         SkipReason.NOT_A_LOG,
         place,
@@ -200,24 +280,29 @@ def _refusal(candidate: Candidate) -> Skip:
     )
 
 
-def _first_record(head: bytes) -> tuple[int, bool, bytes] | None:
-    for line in head.split(b"\n"):
-        found = _RECORD_START.match(line.lstrip(b"\0"))
-        if found:
-            return int(found[1]), _opens_with_validation(line), line
-    return None
+def _other_key(record: dict[str, Any]) -> str:
+    """What to say when another key may count the steps of these lines."""
+    for key in STEP_KEYS:
+        form = _Form(key)
+        try:
+            step, values = form.split(record)
+        except (KeyError, TypeError):
+            continue
+        if type(step) is int and values:
+            return f"If {key} counts its steps: --step-key {quoted(key)}"
+    return ""
 
 
 def _digest(line: bytes) -> str:
     return hashlib.blake2b(line.strip(b"\0\r\n "), digest_size=8).hexdigest()
 
 
-def _training_digest(candidate: Candidate, first: bytes, validates: bool) -> str:
+def _training_digest(candidate: Candidate, form: _Form, first: bytes, validates: bool) -> str:
     """Of the first record with results of a training step; empty while there is none."""
     if not validates:
         return _digest(first)
     for line in _head(candidate, _TAIL_BYTES).split(b"\n")[:-1]:
-        if _RECORD_START.match(line.lstrip(b"\0")) and not _opens_with_validation(line):
+        if form.step_in(line) is not None and not form.validates(line):
             return _digest(line)
     return ""
 
@@ -233,22 +318,15 @@ def _head(candidate: Candidate, size: int) -> bytes:
         return candidate.head
 
 
-def _opens_with_validation(line: bytes) -> bool:
+def _last_step(candidate: Candidate, form: _Form, default: int) -> int:
     try:
-        return is_validation_only(parse_line(line)["data"])
-    except (ValueError, KeyError, TypeError):
-        return False
-
-
-def _last_step(path: Path, stamp: Stamp, default: int) -> int:
-    try:
-        with path.open("rb") as stream:
-            stream.seek(max(0, stamp.size - _TAIL_BYTES))
+        with candidate.path.open("rb") as stream:
+            stream.seek(max(0, candidate.stamp.size - _TAIL_BYTES))
             tail = stream.read(_TAIL_BYTES)
     except OSError:
         return default
     for line in reversed(tail.split(b"\n")[:-1]):  # what follows the last line end may be cut
-        found = _RECORD_START.match(line)
-        if found:
-            return max(default, int(found[1]))
+        step = form.step_in(line)
+        if step is not None:
+            return max(default, step)
     return default
