@@ -24,8 +24,10 @@ from verl_logsync.diagnostics.exact import exact
 from verl_logsync.diagnostics.findings import LEVELS, SEVERITIES, Finding, Severity, worst
 from verl_logsync.diagnostics.groups import DESCRIBED as DESCRIBED_GROUPS
 from verl_logsync.diagnostics.groups import Described, grpo_columns
+from verl_logsync.diagnostics.learning import learning
 from verl_logsync.diagnostics.rules import PREFIX, WORST, Rule, judge, load_rules
 from verl_logsync.diagnostics.series import Frame, Series, filled
+from verl_logsync.diagnostics.speed import speed
 
 if TYPE_CHECKING:
     from verl_logsync.rollouts.values import StepReduction
@@ -50,7 +52,12 @@ __all__ = [
 DIAGNOSTICS_VERSION: Final = "2"
 
 #: Every derivation from the history: what it is given, and the series it makes of it.
-DERIVATIONS: Final[tuple[Callable[[Asked], list[Made]], ...]] = (canonical, exact)
+DERIVATIONS: Final[tuple[Callable[[Asked], list[Made]], ...]] = (
+    canonical,
+    exact,
+    learning,
+    speed,
+)
 
 
 @dataclass(frozen=True)

@@ -407,7 +407,7 @@ def _training_seconds(asked: Asked, key: str) -> tuple[Series, list[str]]:
     values, taken = whole.values.copy(), set()
     rest = values.copy()
     for rows, names in frame.stretches():
-        for part in _contained(names):
+        for part in contained_in_step(names):
             seconds = frame.logged(part)
             inside = seconds.finite[rows]
             rest[rows] = np.where(inside, rest[rows] - seconds.values[rows], rest[rows])
@@ -419,7 +419,8 @@ def _training_seconds(asked: Asked, key: str) -> tuple[Series, list[str]]:
     return plain(values, whole.finite), sorted(taken)
 
 
-def _contained(names: frozenset[str]) -> tuple[str, ...]:
+def contained_in_step(names: frozenset[str]) -> tuple[str, ...]:
+    """What `timing_s/step` holds besides training, in the version of verl with these keys."""
     beside = beside_step_time(names)
     if not beside:
         return (TESTING_SECONDS, SAVING_SECONDS, _DUMPING)

@@ -486,6 +486,7 @@ def _with_validation(columns: dict[str, Floats], run: _Run, every: int) -> pa.Ta
     accuracy = np.concatenate([[run.traits["first_reward"]], columns["critic/score/mean"]])
     measured = np.clip(accuracy + run.rng.normal(0, 0.02, count), 0, 1)
     arrays["val-core/arith/acc/mean@4"] = pa.array(measured, mask=~validated)
+    arrays["val-aux/arith/reward/mean@4"] = arrays["val-core/arith/acc/mean@4"]
     arrays["timing_s/testing"] = pa.array(
         14 + run.rng.normal(0, 0.2, count), mask=~validated | first
     )
