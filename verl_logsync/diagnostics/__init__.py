@@ -190,20 +190,15 @@ def _groups(
         why_not["grpo"] = (
             "dumps of the fully-async trainer count its updates, not the steps of the log"
         )
-    parts = [grpo_columns([r]) for r in reductions if r.step in usable and r.rows]
-    return _on_rows(frame, parts), unused, why_not
+    stacked = grpo_columns([r for r in reductions if r.step in usable])
+    return _on_rows(frame, stacked), unused, why_not
 
 
-def _on_rows(frame: Frame, parts: Sequence[pa.Table]) -> pa.Table:
-    """Small tables of one step each as one table of the history's rows."""
-    from verl_logsync.columns import concat
-
+def _on_rows(frame: Frame, stacked: pa.Table) -> pa.Table:
+    """A row for each dump as a row for each of the history's."""
     steps = pa.array(frame.steps, type=pa.int64())
-    if not parts:
-        return pa.table({STEP: steps})
     rows = {step: row for row, step in enumerate(frame.steps.tolist())}
-    stacked = concat(parts)
-    places = np.array([rows[step] for step in stacked.column(STEP).to_pylist()])
+    places = np.array([rows[step] for step in stacked.column(STEP).to_pylist()], dtype=np.int64)
     columns = {}
     for name in stacked.column_names:
         if name != STEP:
