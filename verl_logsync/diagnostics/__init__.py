@@ -28,6 +28,7 @@ from verl_logsync.diagnostics.learning import learning
 from verl_logsync.diagnostics.rules import PREFIX, WORST, Rule, judge, load_rules
 from verl_logsync.diagnostics.series import Frame, Series, filled
 from verl_logsync.diagnostics.speed import speed
+from verl_logsync.diagnostics.staleness import staleness
 
 if TYPE_CHECKING:
     from verl_logsync.rollouts.values import StepReduction
@@ -57,6 +58,7 @@ DERIVATIONS: Final[tuple[Callable[[Asked], list[Made]], ...]] = (
     exact,
     learning,
     speed,
+    staleness,
 )
 
 

@@ -288,9 +288,7 @@ def sequences(asked: Asked) -> list[Candidate]:
     frame, config, given = asked.frame, asked.config, asked.given
     batch, size = config.count(cf.BATCH_SIZE), config.count(cf.GROUP_SIZE)
     planned = batch * size if batch and size else None
-    tokens = frame.logged("perf/total_num_tokens")
-    prompt, response = frame.logged("prompt_length/mean"), frame.logged("response_length/mean")
-    both = plain(prompt.values + response.values, prompt.there & response.there)
+    response = frame.logged("response_length/mean")
     per_token = frame.logged("timing_per_token_ms/gen")
     seconds = frame.logged("timing_s/gen")
     from_rate = divided(divided(seconds, per_token, times=1000.0), response)
@@ -304,17 +302,25 @@ def sequences(asked: Asked) -> list[Candidate]:
             "rollout dump",
             "N = rows of the dump without padding",
         ),
-        Candidate(
-            _rounded(divided(tokens, both)),
-            "perf/total_num_tokens",
-            "N = round(perf/total_num_tokens / (prompt_length/mean + response_length/mean))",
-        ),
+        from_tokens(frame),
         Candidate(
             _rounded(from_rate),
             "timing_per_token_ms/gen",
             "N = round(1000 * timing_s/gen / timing_per_token_ms/gen / response_length/mean)",
         ),
     ]
+
+
+def from_tokens(frame: Frame) -> Candidate:
+    """How many sequences have so many tokens at their mean length."""
+    tokens = frame.logged("perf/total_num_tokens")
+    prompt, response = frame.logged("prompt_length/mean"), frame.logged("response_length/mean")
+    both = plain(prompt.values + response.values, prompt.there & response.there)
+    return Candidate(
+        _rounded(divided(tokens, both)),
+        "perf/total_num_tokens",
+        "N = round(perf/total_num_tokens / (prompt_length/mean + response_length/mean))",
+    )
 
 
 def _rounded(series: Series) -> Series:

@@ -150,8 +150,9 @@ DESCRIBED: Final[tuple[Described, ...]] = (
     ),
     Described(
         "grpo/effective_prompt_ratio_at_most",
-        "train_batch_size / (train/num_gen_batches * gen_batch_size)",
-        "DAPO, both sizes in the configuration",
+        "train_batch_size / (train/num_gen_batches * gen_batch_size); v1: train_batch_size /"
+        " (train_batch_size + training/filter_groups/evicted_samples)",
+        "filter_groups, the sizes in the configuration",
         "> 0.3 (rule)",
         "DAPO arXiv 2503.14476; verl PR 7082",
     ),
@@ -229,6 +230,34 @@ DESCRIBED: Final[tuple[Described, ...]] = (
         "it",
         "0.2-0.5 for dense models on GPUs that verl knows (rule); 0 or above 1: not computable",
         "PaLM arXiv 2204.02311; verl issues 1076, 1208, 4025",
+        since=2,
+    ),
+    Described(
+        "off_policy/evicted_share",
+        "training/off_policy/evicted_samples / (it + train_batch_size), in groups; 0 where it is"
+        " not logged",
+        "v1 trainer of verl 0.9 or later, data.train_batch_size",
+        "near 0; above 0.1 generation is wasted (rule)",
+        "verl v1: drops samples of more than 8 versions",
+        since=2,
+    ),
+    Described(
+        "off_policy/failed_share",
+        "training/rollout_failure/evicted_samples / (it + train_batch_size), in groups; 0 where it"
+        " is not logged",
+        "v1 trainer of verl 0.9 or later, data.train_batch_size",
+        "0",
+        "rule",
+        since=2,
+    ),
+    Described(
+        "off_policy/stale_share",
+        "increase of fully_async/count/stale_trajectory_processed since the step before / N; N ="
+        " round(perf/total_num_tokens / (prompt_length/mean + response_length/mean)), else"
+        " ppo_mini_batch_size * require_batches * trigger_parameter_sync_step * rollout.n",
+        "fully-async trainer, the step before",
+        "below staleness_threshold / (1 + staleness_threshold) as configured (rule)",
+        "verl fully_async documentation; AReaL arXiv 2505.24298",
         since=2,
     ),
     Described(

@@ -32,6 +32,7 @@ KeySet = Literal["v1", "async", "0.4"]
 #: GiB of one simulated GPU.
 DEVICE_MEMORY_GB: Final = 80.0
 _EPSILON: Final = 1e-6
+_NOT_IN_EVERY_STEP: Final = frozenset({"training/off_policy/evicted_samples"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,7 @@ DISEASES: Final[Mapping[str, Disease]] = {
             "samples get older by one version every four steps, up to ten",
             "STALE_POLICY",
             16,
+            "SAMPLES_EVICTED",
         ),
         _disease(
             "reward_up_kl_flat",
@@ -520,6 +522,10 @@ def _trainer(run: _Run, keys: KeySet) -> dict[str, Floats]:
         stale = np.clip(run.rng.normal(0.6, 0.1, steps), 0, 1)
         if run.has("stale_policy"):
             stale = stale + np.minimum(run.sick / 4, 10.0)
+        # verl drops what is older than 8 versions, and logs how many only where there are some.
+        dropped = np.round(run.prompts * np.clip((stale - 5) / 10, 0, 1))
+        if dropped.any():
+            columns["training/off_policy/evicted_samples"] = np.where(dropped, dropped, math.nan)
     for part, values in (("mean", stale), ("max", np.ceil(stale)), ("min", np.floor(stale))):
         columns[f"training/off_policy/trajectory_staleness/{part}"] = values
         columns[f"training/off_policy/trajectory_spans/{part}"] = np.ones(steps)
@@ -532,7 +538,8 @@ def _with_validation(columns: dict[str, Floats], run: _Run, every: int) -> pa.Ta
     first = np.arange(count) == 0
     arrays: dict[str, pa.Array] = {STEP: pa.array(np.arange(count, dtype=np.int64))}
     for name, values in columns.items():
-        arrays[name] = pa.array(np.concatenate([[0.0], values]), mask=first)
+        absent = np.concatenate([[True], np.isnan(values) & (name in _NOT_IN_EVERY_STEP)])
+        arrays[name] = pa.array(np.concatenate([[0.0], values]), mask=absent)
     validated = first | (np.arange(count) % max(every, 1) == 0)
     accuracy = np.concatenate([[run.traits["first_reward"]], columns["critic/score/mean"]])
     measured = np.clip(accuracy + run.rng.normal(0, 0.02, count), 0, 1)
