@@ -21,7 +21,7 @@ from verl_logsync.diagnostics import (
 )
 from verl_logsync.reports.diagnostics_page import diagnostics_page
 from verl_logsync.rollouts.reduce import reduce_file
-from verl_logsync.rollouts.values import ReductionOptions
+from verl_logsync.rollouts.values import ReductionOptions, StepReduction
 from verl_logsync.testing.simulate import DISEASES, simulate
 from verl_logsync.testing.tables import column, table, verl_file
 
@@ -146,6 +146,44 @@ def test_training_and_validation_dumps_of_one_step(fixture_files: Path) -> None:
     assert column(found, "grpo/rows") == [40, None]
     assert column(found, "grpo_val/rows") == [None, val.rows]
     assert column(found, "reward/mean") == [0.25, None]
+
+
+def dumps(one: float, every: float, groups: int) -> list[StepReduction]:
+    """120 steps; from step 61 on pass@1 and pass@4 move to these values."""
+    return [
+        StepReduction(
+            step,
+            "dump",
+            "train",
+            rows=4 * groups,
+            group_size=4,
+            statistics={"groups": float(groups)},
+            pass_at_k=(
+                0.5 + (one - 0.5) * (step > 60) + 0.01 * (-1) ** step,
+                0.7,
+                0.8,
+                0.9 + (every - 0.9) * (step > 60) + 0.01 * (-1) ** step,
+            ),
+        )
+        for step in range(1, 121)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("one", "every", "groups", "told"),
+    [
+        (0.6, 0.8, 8, True),
+        (0.6, 0.9, 8, False),
+        (0.5, 0.8, 8, False),
+        (0.4, 0.8, 8, False),
+        (0.6, 0.8, 7, False),
+    ],
+)
+def test_exploration_collapse(one: float, every: float, groups: int, told: bool) -> None:
+    """pass@1 up and pass@n down is told; one of them alone, both down, or few groups are not."""
+    rows = table({step: {"actor/lr": 1.0} for step in range(1, 121)})
+    found = diagnose(rows, {}, dumps(one, every, groups))
+    assert ("EXPLORATION_COLLAPSE" in {f.code for f in found.findings}) == told
 
 
 def test_dumps_of_the_fully_async_trainer_are_not_put_to_steps(fixture_files: Path) -> None:

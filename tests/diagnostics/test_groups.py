@@ -59,9 +59,14 @@ def test_histograms_are_objects_of_wandb(steps: list[StepReduction]) -> None:
 
 
 def test_pass_at_k_for_powers_of_two_and_n(steps: list[StepReduction]) -> None:
-    """n = 5: k = 1, 2, 4 and 5."""
-    names = [n for n in grpo_columns(steps).column_names if n.startswith("grpo/pass@")]
-    assert names == ["grpo/pass@1", "grpo/pass@2", "grpo/pass@4", "grpo/pass@5"]
+    """n = 5: k = 1, 2, 4 and 5, and the last under one name for all sizes. Where no group has n
+    rows there is none of that name."""
+    table = grpo_columns(steps)
+    names = [n for n in table.column_names if n.startswith("grpo/pass@")]
+    assert names == ["grpo/pass@1", "grpo/pass@2", "grpo/pass@4", "grpo/pass@5", "grpo/pass@n"]
+    assert table.column("grpo/pass@n").equals(table.column("grpo/pass@5"))
+    short = StepReduction(1, "1.jsonl", rows=4, group_size=4, pass_at_k=(0.25, 0.5))
+    assert "grpo/pass@n" not in grpo_columns([short]).column_names
 
 
 def test_solved_of_large_groups_fits_wandb() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 import verl_logsync
 from verl_logsync import diagnostics
-from verl_logsync.pipeline import deriving, recipe
+from verl_logsync.pipeline import deriving, preparing, recipe
 from verl_logsync.testing.simulate import simulate
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -165,6 +165,7 @@ def test_a_run_keeps_its_set_of_columns_over_an_update(sick, upload, one_run, mo
     with monkeypatch.context() as patch:
         patch.setattr(diagnostics, "DIAGNOSTICS_VERSION", "1")
         patch.setattr(recipe, "DIAGNOSTICS_VERSION", "1")
+        patch.setattr(preparing, "_columns_of", lambda *_: "1")
         assert upload.here(sick(20)).code == 0
     before = [dict(row) for row in one_run().rows]
     result = upload.here(sick(40))
@@ -178,6 +179,7 @@ def test_a_run_keeps_its_set_of_columns_over_an_update(sick, upload, one_run, mo
     assert upload.here(sick(40)).rows_sent == 0
     assert upload.here(sick(40), recompute=True, verify="full").code == 0
     assert _stretches(one_run()) == [("2", "2", 0)]
+    assert later & set(one_run().config["verl_logsync"]["added"])
 
 
 def test_another_machine_sends_nothing(sick, upload, one_run, tmp_path):

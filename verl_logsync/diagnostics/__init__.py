@@ -24,8 +24,11 @@ from verl_logsync.diagnostics.exact import exact
 from verl_logsync.diagnostics.findings import LEVELS, SEVERITIES, Finding, Severity, worst
 from verl_logsync.diagnostics.groups import DESCRIBED as DESCRIBED_GROUPS
 from verl_logsync.diagnostics.groups import Described, grpo_columns
+from verl_logsync.diagnostics.learning import learning
 from verl_logsync.diagnostics.rules import PREFIX, WORST, Rule, judge, load_rules
 from verl_logsync.diagnostics.series import Frame, Series, filled
+from verl_logsync.diagnostics.speed import speed
+from verl_logsync.diagnostics.staleness import staleness
 
 if TYPE_CHECKING:
     from verl_logsync.rollouts.values import StepReduction
@@ -50,7 +53,13 @@ __all__ = [
 DIAGNOSTICS_VERSION: Final = "2"
 
 #: Every derivation from the history: what it is given, and the series it makes of it.
-DERIVATIONS: Final[tuple[Callable[[Asked], list[Made]], ...]] = (canonical, exact)
+DERIVATIONS: Final[tuple[Callable[[Asked], list[Made]], ...]] = (
+    canonical,
+    exact,
+    learning,
+    speed,
+    staleness,
+)
 
 
 @dataclass(frozen=True)
@@ -183,20 +192,15 @@ def _groups(
         why_not["grpo"] = (
             "dumps of the fully-async trainer count its updates, not the steps of the log"
         )
-    parts = [grpo_columns([r]) for r in reductions if r.step in usable and r.rows]
-    return _on_rows(frame, parts), unused, why_not
+    stacked = grpo_columns([r for r in reductions if r.step in usable])
+    return _on_rows(frame, stacked), unused, why_not
 
 
-def _on_rows(frame: Frame, parts: Sequence[pa.Table]) -> pa.Table:
-    """Small tables of one step each as one table of the history's rows."""
-    from verl_logsync.columns import concat
-
+def _on_rows(frame: Frame, stacked: pa.Table) -> pa.Table:
+    """A row for each dump as a row for each of the history's."""
     steps = pa.array(frame.steps, type=pa.int64())
-    if not parts:
-        return pa.table({STEP: steps})
     rows = {step: row for row, step in enumerate(frame.steps.tolist())}
-    stacked = concat(parts)
-    places = np.array([rows[step] for step in stacked.column(STEP).to_pylist()])
+    places = np.array([rows[step] for step in stacked.column(STEP).to_pylist()], dtype=np.int64)
     columns = {}
     for name in stacked.column_names:
         if name != STEP:

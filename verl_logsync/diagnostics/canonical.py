@@ -288,9 +288,7 @@ def sequences(asked: Asked) -> list[Candidate]:
     frame, config, given = asked.frame, asked.config, asked.given
     batch, size = config.count(cf.BATCH_SIZE), config.count(cf.GROUP_SIZE)
     planned = batch * size if batch and size else None
-    tokens = frame.logged("perf/total_num_tokens")
-    prompt, response = frame.logged("prompt_length/mean"), frame.logged("response_length/mean")
-    both = plain(prompt.values + response.values, prompt.there & response.there)
+    response = frame.logged("response_length/mean")
     per_token = frame.logged("timing_per_token_ms/gen")
     seconds = frame.logged("timing_s/gen")
     from_rate = divided(divided(seconds, per_token, times=1000.0), response)
@@ -304,17 +302,25 @@ def sequences(asked: Asked) -> list[Candidate]:
             "rollout dump",
             "N = rows of the dump without padding",
         ),
-        Candidate(
-            _rounded(divided(tokens, both)),
-            "perf/total_num_tokens",
-            "N = round(perf/total_num_tokens / (prompt_length/mean + response_length/mean))",
-        ),
+        from_tokens(frame),
         Candidate(
             _rounded(from_rate),
             "timing_per_token_ms/gen",
             "N = round(1000 * timing_s/gen / timing_per_token_ms/gen / response_length/mean)",
         ),
     ]
+
+
+def from_tokens(frame: Frame) -> Candidate:
+    """How many sequences have so many tokens at their mean length."""
+    tokens = frame.logged("perf/total_num_tokens")
+    prompt, response = frame.logged("prompt_length/mean"), frame.logged("response_length/mean")
+    both = plain(prompt.values + response.values, prompt.there & response.there)
+    return Candidate(
+        _rounded(divided(tokens, both)),
+        "perf/total_num_tokens",
+        "N = round(perf/total_num_tokens / (prompt_length/mean + response_length/mean))",
+    )
 
 
 def _rounded(series: Series) -> Series:
@@ -407,7 +413,7 @@ def _training_seconds(asked: Asked, key: str) -> tuple[Series, list[str]]:
     values, taken = whole.values.copy(), set()
     rest = values.copy()
     for rows, names in frame.stretches():
-        for part in _contained(names):
+        for part in contained_in_step(names):
             seconds = frame.logged(part)
             inside = seconds.finite[rows]
             rest[rows] = np.where(inside, rest[rows] - seconds.values[rows], rest[rows])
@@ -419,7 +425,8 @@ def _training_seconds(asked: Asked, key: str) -> tuple[Series, list[str]]:
     return plain(values, whole.finite), sorted(taken)
 
 
-def _contained(names: frozenset[str]) -> tuple[str, ...]:
+def contained_in_step(names: frozenset[str]) -> tuple[str, ...]:
+    """What `timing_s/step` holds besides training, in the version of verl with these keys."""
     beside = beside_step_time(names)
     if not beside:
         return (TESTING_SECONDS, SAVING_SECONDS, _DUMPING)

@@ -12,6 +12,8 @@ _SUM_ZERO: Final = (
     " several turns"
 )
 
+_FIT: Final = "50 rows with both, an entropy that fell by 20 %, a > 0, and R^2 of 0.5 at least"
+
 DESCRIBED: Final[tuple[Described, ...]] = (
     Described(
         "actor/loss",
@@ -148,10 +150,115 @@ DESCRIBED: Final[tuple[Described, ...]] = (
     ),
     Described(
         "grpo/effective_prompt_ratio_at_most",
-        "train_batch_size / (train/num_gen_batches * gen_batch_size)",
-        "DAPO, both sizes in the configuration",
+        "train_batch_size / (train/num_gen_batches * gen_batch_size); v1: train_batch_size /"
+        " (train_batch_size + training/filter_groups/evicted_samples)",
+        "filter_groups, the sizes in the configuration",
         "> 0.3 (rule)",
         "DAPO arXiv 2503.14476; verl PR 7082",
+    ),
+    Described(
+        "entropy_fit/a",
+        "a of R = -a e^H + b, by least squares over all rows up to here; R reward/mean, H"
+        " actor/entropy",
+        _FIT,
+        "> 0: reward is bought with entropy",
+        "arXiv 2505.22617 (there R is a validation's); thresholds of evidence are a rule",
+        "score",
+        since=2,
+    ),
+    Described("entropy_fit/b", "b of the same", _FIT, "", "arXiv 2505.22617", "score", since=2),
+    Described(
+        "entropy_fit/ceiling",
+        "b - a: the reward when no entropy is left",
+        _FIT,
+        "far above the present reward; near it: little is left to gain this way",
+        "arXiv 2505.22617",
+        "score",
+        since=2,
+    ),
+    Described(
+        "entropy_fit/explained",
+        "R^2 of the same: what part of the reward's variance the entropy explains",
+        _FIT,
+        "",
+        "statistics",
+        since=2,
+    ),
+    Described(
+        "val_gap/{SOURCE}",
+        "mean of critic/score/mean over up to 10 rows - mean reward of the validation"
+        " (val-core or val-aux SOURCE/reward/mean@N, the largest N; val/test_score/SOURCE)",
+        "validations of the reward; 5 rows with critic/score/mean before. Not from acc: it is"
+        " another scale",
+        "steady; widening: overfitting or reward hacking. A level above or below 0 is normal:"
+        " validation may be greedy and of other data",
+        "practice",
+        "score",
+        since=2,
+    ),
+    Described(
+        "timing_share/{PHASE}",
+        "timing_s/PHASE / total; total = timing_s/step + what its version leaves out (testing from"
+        " 0.6.0 on, save_checkpoint in 0.6.0 - 0.7.0)",
+        "timing_s/step, generation and training in turn",
+        "gen 0.5-0.8 is common for long answers (rule)",
+        "verl timers; verl issue 3116",
+        since=2,
+    ),
+    Described(
+        "timing_share/rest",
+        "(timing_s/step - all phases within it) / total; parts of phases (agent_loop/*,"
+        " generate_sequences, reshard) are never added",
+        "timing_s/step, generation and training in turn",
+        "< 0.1 (rule): above, driver, data loading or transfers cost",
+        "verl timers",
+        since=2,
+    ),
+    Described(
+        "rollout/tokens_per_second",
+        "1000 / timing_per_token_ms/gen; N * response_length/mean / timing_s/gen, N as for"
+        " rollout/latency_ms",
+        "generation and training in turn, no groups dropped",
+        "no halving against the run's own past",
+        "definition",
+        "tokens/s, all GPUs",
+        since=2,
+    ),
+    Described(
+        "perf/mfu/actor",
+        "mfu/actor of verl 0.2, where it is above 0 and at most 1",
+        "it",
+        "0.2-0.5 for dense models on GPUs that verl knows (rule); 0 or above 1: not computable",
+        "PaLM arXiv 2204.02311; verl issues 1076, 1208, 4025",
+        since=2,
+    ),
+    Described(
+        "off_policy/evicted_share",
+        "training/off_policy/evicted_samples / (it + train_batch_size), in groups; 0 where it is"
+        " not logged",
+        "v1 trainer of verl 0.9 or later, data.train_batch_size",
+        "near 0; above 0.1 generation is wasted (rule)",
+        "verl v1: drops samples of more than 8 versions",
+        since=2,
+    ),
+    Described(
+        "off_policy/failed_share",
+        "training/rollout_failure/evicted_samples / (it + train_batch_size), in groups; 0 where it"
+        " is not logged",
+        "v1 trainer of verl 0.9 or later, data.train_batch_size",
+        "0",
+        "rule",
+        since=2,
+    ),
+    Described(
+        "off_policy/stale_share",
+        "increase of fully_async/count/stale_trajectory_processed since the step before / N; N ="
+        " round(perf/total_num_tokens / (prompt_length/mean + response_length/mean)), else"
+        " ppo_mini_batch_size * require_batches * trigger_parameter_sync_step * rollout.n",
+        "fully-async trainer, the step before",
+        "below staleness_threshold / (1 + staleness_threshold) as configured (rule)",
+        "verl fully_async documentation; AReaL arXiv 2505.24298",
+        since=2,
     ),
     Described(
         "health/{CODE}",

@@ -13,6 +13,7 @@ from typing import Final
 import numpy as np
 
 from verl_logsync.diagnostics import configuration as cf
+from verl_logsync.diagnostics.canonical import is_v1
 from verl_logsync.diagnostics.configuration import Configuration
 from verl_logsync.diagnostics.derived import Asked, Candidate, Made, choose, where
 from verl_logsync.diagnostics.series import Flags, Frame, Series, plain
@@ -26,6 +27,7 @@ MAX_TO_BOUND: Final = "grpo/advantage_max_to_bound"
 MIN_TO_BOUND: Final = "grpo/advantage_min_to_bound"
 PROMPT_RATIO: Final = "grpo/effective_prompt_ratio_at_most"
 
+_FILTERED: Final = "training/filter_groups/evicted_samples"
 _SQUARE: Final = "variance_proxy/expected_a_squared"
 #: The logged numbers are float32.
 _ROUNDING: Final = 1e-4
@@ -187,23 +189,39 @@ def effective_prompt_ratio(asked: Asked) -> Made:
     """3: DAPO's kept prompts by the generated ones, from above: the last batch is cut."""
     config, batches = asked.config, asked.frame.logged("train/num_gen_batches")
     batch, generated = config.count(cf.BATCH_SIZE), config.count(cf.GENERATED)
-    why_not = "train/num_gen_batches is not logged: the trainer does not filter groups, or v1 does"
-    if batches.there.any():
+    dropped = asked.frame.logged(_FILTERED)
+    why_not = f"train/num_gen_batches or {_FILTERED} is not logged: no groups are filtered"
+    if batches.there.any() or dropped.there.any():
         why_not = f"{cf.BATCH_SIZE} or {cf.GENERATED} is not known"
-    series = _ratio(batches, batch / generated) if batch and generated else None
-    candidates = (
-        [
+    candidates = []
+    if batch and generated:
+        candidates.append(
             Candidate(
-                series,
+                _ratio(batches, batch / generated),
                 "train/num_gen_batches",
                 f"{cf.BATCH_SIZE} / (train/num_gen_batches * {cf.GENERATED})",
                 ("an upper estimate: the last generation batch is cut",),
             )
-        ]
-        if series is not None
-        else []
-    )
+        )
+    if batch:
+        candidates.append(
+            Candidate(
+                _kept(asked, dropped, batch),
+                _FILTERED,
+                f"{cf.BATCH_SIZE} / ({cf.BATCH_SIZE} + {_FILTERED}); 1 where it is not logged",
+                ("an upper estimate: groups that were left over are not counted",),
+            )
+        )
     return choose(asked, PROMPT_RATIO, candidates, why_not)
+
+
+def _kept(asked: Asked, dropped: Series, batch: int) -> Series:
+    """v1 logs what it dropped only in steps where it dropped something."""
+    filters = asked.frame.seen_any("training/filter_groups/")
+    filters |= is_v1(asked) & (asked.config.flag(cf.FILTER_GROUPS) is True)
+    count = np.where(dropped.finite, np.maximum(dropped.values, 0.0), 0.0)
+    trained = asked.frame.logged("critic/score/mean").there
+    return plain(batch / (batch + count), dropped.finite | (filters & trained))
 
 
 def _ratio(batches: Series, whole: float) -> Series:

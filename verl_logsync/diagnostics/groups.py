@@ -150,6 +150,14 @@ DESCRIBED: Final[tuple[Described, ...]] = (
         "Chen et al. arXiv 2107.03374; PKPO arXiv 2505.15201",
     ),
     Described(
+        "grpo/pass@n",
+        "pass@k with k = group_size: under one name whatever the size",
+        f"{_SUCCESS}; a group of group_size rows",
+        "not falling while pass@1 rises: exploration is lost (rule)",
+        "Chen et al. arXiv 2107.03374; PKPO arXiv 2505.15201",
+        since=2,
+    ),
+    Described(
         "grpo/advantage_max",
         "highest (r - group mean) / (group std + 1e-6)",
         _TRAINING,
@@ -356,6 +364,8 @@ def _values(reduction: StepReduction) -> Iterator[tuple[str, Any]]:
         yield f"grpo/{name}", value
     for k in _chosen(len(reduction.pass_at_k)):
         yield f"grpo/pass@{k}", reduction.pass_at_k[k - 1]
+    if reduction.pass_at_k and len(reduction.pass_at_k) == reduction.group_size:
+        yield "grpo/pass@n", reduction.pass_at_k[-1]
     if reduction.solved:
         yield "grpo/solved", _solved(reduction.solved).for_wandb
     for name, key in _HISTOGRAMS.items():

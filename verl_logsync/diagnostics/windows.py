@@ -32,6 +32,18 @@ def trailing_median(values: Floats, window: int, least: int) -> Floats:
     return median
 
 
+def trailing_mean(values: Floats, window: int, least: int) -> Floats:
+    """The mean of the last `window` values, shorter at the start; NaN for fewer than `least`."""
+    count = len(values)
+    if count == 0:
+        return np.empty(0)
+    padded = np.concatenate([np.zeros(window - 1), values])
+    known = np.minimum(np.arange(1, count + 1), window)
+    mean: Floats = sliding_window_view(padded, window).sum(axis=1) / known
+    mean[: max(least - 1, 0)] = np.nan
+    return mean
+
+
 def shifted(values: Floats, by: int) -> Floats:
     """What stood `by` places before; NaN at the start."""
     if by == 0:

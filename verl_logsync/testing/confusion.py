@@ -74,7 +74,7 @@ def try_healthy(kind: str, seed: int) -> Trial:
 
 def _tried(run: SimulatedRun) -> Trial:
     options = DiagnoseOptions(device_memory_gb=DEVICE_MEMORY_GB)
-    found = diagnose(run.table, run.config, (), options).findings
+    found = diagnose(run.table, run.config, run.reductions, options).findings
     return Trial(run, tuple(f for f in found if not f.hint))
 
 

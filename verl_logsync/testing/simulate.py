@@ -12,7 +12,7 @@ arguments give the same run everywhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from verl_logsync.columns import STEP, decode
+from verl_logsync.rollouts.values import StepReduction
 from verl_logsync.testing.builders import write_verl_log
 
 __all__ = ["DISEASES", "Disease", "KeySet", "SimulatedRun", "simulate"]
@@ -31,6 +32,7 @@ KeySet = Literal["v1", "async", "0.4"]
 #: GiB of one simulated GPU.
 DEVICE_MEMORY_GB: Final = 80.0
 _EPSILON: Final = 1e-6
+_NOT_IN_EVERY_STEP: Final = frozenset({"training/off_policy/evicted_samples"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,7 @@ DISEASES: Final[Mapping[str, Disease]] = {
             "each prompt is solved always or never",
             "DEAD_GROUPS NO_ADVANTAGE DEAD_GROUPS_RISE",
             6,
+            "EXPLORATION_COLLAPSE",
         ),
         _disease("nan_gradient", "the gradient norm is NaN in one step", "GRADIENT_NON_FINITE", 0),
         _disease(
@@ -108,6 +111,7 @@ DISEASES: Final[Mapping[str, Disease]] = {
             "samples get older by one version every four steps, up to ten",
             "STALE_POLICY",
             16,
+            "SAMPLES_EVICTED",
         ),
         _disease(
             "reward_up_kl_flat",
@@ -115,13 +119,23 @@ DISEASES: Final[Mapping[str, Disease]] = {
             "REWARD_UP_KL_FLAT REWARD_UP_KL_FLAT_SLOWLY",
             60,
         ),
+        _disease(
+            "exploration_collapse",
+            "prompts are solved always or never, within 60 steps: the mean rises, pass@n falls",
+            "EXPLORATION_COLLAPSE",
+            70,
+            "DEAD_GROUPS DEAD_GROUPS_RISE NO_ADVANTAGE REWARD_UP_KL_FLAT REWARD_UP_KL_FLAT_SLOWLY",
+        ),
     )
 }
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """One run: `table` has a row a step, `onset` is the first diseased step (None: healthy)."""
+    """One run: `table` has a row a step, `onset` is the first diseased step (None: healthy).
+
+    `reductions` are those of its rollout dumps, as far as they are about pass@k.
+    """
 
     table: pa.Table
     config: Mapping[str, Any]
@@ -129,6 +143,7 @@ class SimulatedRun:
     onset: int | None
     seed: int
     keys: KeySet = "v1"
+    reductions: tuple[StepReduction, ...] = ()
 
     def rows(self) -> list[tuple[int, dict[str, Any]]]:
         """(step, metrics) pairs as verl logs them."""
@@ -178,13 +193,15 @@ def simulate(
     if disease == "stale_policy":
         keys = "async"
     run = _Run(np.random.default_rng(seed), steps, onset, disease, prompts, group_size)
-    columns = _columns(run, keys)
+    responses = _responses(run)
+    columns = _columns(run, responses, keys)
     table = _with_validation(columns, run, test_every)
     if without:
         keep = [step not in without for step in table.column(STEP).to_pylist()]
         table = table.filter(pa.array(keep))
     config = _config(keys, prompts, group_size)
-    return SimulatedRun(table, config, known, onset if known else None, seed, keys)
+    dumped = tuple(r for r in _reductions(responses[0]) if r.step not in without)
+    return SimulatedRun(table, config, known, onset if known else None, seed, keys, dumped)
 
 
 def _config(keys: KeySet, prompts: int, group_size: int) -> dict[str, Any]:
@@ -286,6 +303,8 @@ def _responses(run: _Run) -> tuple[Floats, Floats, Floats]:
     with np.errstate(divide="ignore"):
         odds = np.log(chance / (1 - chance)) * 1.3
     solved = 1 / (1 + np.exp(-(odds + difficulty)))
+    if run.has("exploration_collapse"):
+        solved = _given_up(run, solved)
     if run.has("dead_groups"):
         solved = np.where(run.sick[:, None] > 0, np.round(solved), solved)
     scores = (run.rng.random(shape) < solved[:, :, None]).astype(np.float64)
@@ -293,6 +312,16 @@ def _responses(run: _Run) -> tuple[Floats, Floats, Floats]:
     spread = scores.std(axis=2, ddof=1, keepdims=True)
     advantages = (scores - middle) / (spread + _EPSILON)
     return scores, advantages, _lengths(run, scores)
+
+
+def _given_up(run: _Run, solved: Floats) -> Floats:
+    """Chances that become 1 for somewhat more prompts than their mean, and 0 for the others."""
+    part = np.minimum(run.sick / 60, 1.0)[:, None]
+    mean = solved.mean(axis=1, keepdims=True)
+    rank = (-solved).argsort(axis=1).argsort(axis=1)
+    decided = rank < (mean + 0.25 * (1 - mean)) * run.prompts
+    given_up: Floats = np.where(part > 0, (1 - part) * solved + part * decided, solved)
+    return given_up
 
 
 def _lengths(run: _Run, scores: Floats) -> Floats:
@@ -308,8 +337,32 @@ def _lengths(run: _Run, scores: Floats) -> Floats:
     return lengths
 
 
-def _columns(run: _Run, keys: KeySet) -> dict[str, Floats]:
-    scores, advantages, lengths = _responses(run)
+def _reductions(scores: Floats) -> Iterator[StepReduction]:
+    """pass@k of each step, k = 1 to the size of a group."""
+    prompts, size = scores.shape[1:]
+    solved = scores.sum(axis=2).astype(np.int64)
+    chance = np.array(
+        [
+            [1 - math.comb(size - c, k) / math.comb(size, k) for k in range(1, size + 1)]
+            for c in range(size + 1)
+        ]
+    )
+    for row, pass_at_k in enumerate(chance[solved].mean(axis=1).tolist()):
+        yield StepReduction(
+            row + 1,
+            "simulated",
+            "train",
+            rows=prompts * size,
+            group_size=size,
+            statistics={"groups": float(prompts)},
+            pass_at_k=tuple(pass_at_k),
+        )
+
+
+def _columns(
+    run: _Run, responses: tuple[Floats, Floats, Floats], keys: KeySet
+) -> dict[str, Floats]:
+    scores, advantages, lengths = responses
     return {
         **_policy(run, advantages, keys),
         **_rewards(run, scores, advantages, lengths),
@@ -469,6 +522,10 @@ def _trainer(run: _Run, keys: KeySet) -> dict[str, Floats]:
         stale = np.clip(run.rng.normal(0.6, 0.1, steps), 0, 1)
         if run.has("stale_policy"):
             stale = stale + np.minimum(run.sick / 4, 10.0)
+        # verl drops what is older than 8 versions, and logs how many only where there are some.
+        dropped = np.round(run.prompts * np.clip((stale - 5) / 10, 0, 1))
+        if dropped.any():
+            columns["training/off_policy/evicted_samples"] = np.where(dropped, dropped, math.nan)
     for part, values in (("mean", stale), ("max", np.ceil(stale)), ("min", np.floor(stale))):
         columns[f"training/off_policy/trajectory_staleness/{part}"] = values
         columns[f"training/off_policy/trajectory_spans/{part}"] = np.ones(steps)
@@ -481,11 +538,13 @@ def _with_validation(columns: dict[str, Floats], run: _Run, every: int) -> pa.Ta
     first = np.arange(count) == 0
     arrays: dict[str, pa.Array] = {STEP: pa.array(np.arange(count, dtype=np.int64))}
     for name, values in columns.items():
-        arrays[name] = pa.array(np.concatenate([[0.0], values]), mask=first)
+        absent = np.concatenate([[True], np.isnan(values) & (name in _NOT_IN_EVERY_STEP)])
+        arrays[name] = pa.array(np.concatenate([[0.0], values]), mask=absent)
     validated = first | (np.arange(count) % max(every, 1) == 0)
     accuracy = np.concatenate([[run.traits["first_reward"]], columns["critic/score/mean"]])
     measured = np.clip(accuracy + run.rng.normal(0, 0.02, count), 0, 1)
     arrays["val-core/arith/acc/mean@4"] = pa.array(measured, mask=~validated)
+    arrays["val-aux/arith/reward/mean@4"] = arrays["val-core/arith/acc/mean@4"]
     arrays["timing_s/testing"] = pa.array(
         14 + run.rng.normal(0, 0.2, count), mask=~validated | first
     )
