@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from verl_logsync.columns import AXES, MISSING, ROUNDING, STEP, as_numbers, concat, decode, to_json
 from verl_logsync.counters import counter_notes
-from verl_logsync.errors import OverlapRefused, RestartRefused, quoted
+from verl_logsync.errors import OverlapRefused, RestartRefused, as_run, quoted
 from verl_logsync.model import Account, AttemptReading, Clock, Conflict, History, Origin
 from verl_logsync.verl_keys import LATEST_START, training_rows
 
@@ -189,7 +189,7 @@ def _choices(attempts: Sequence[AttemptReading], anew: Mapping[int, int]) -> str
     ]
     offsets = " ".join(f"--offset {quoted(f'{place}={steps}')}" for place, steps in begun)
     before = {file.place for attempt in attempts[: min(anew)] for file, _ in attempt.readings}
-    other = "--no-merge, or --run NAME=GLOB"
+    other = f"--no-merge, or {as_run('NAME', (place for place, _ in begun))}"
     if any(place in before for place, _ in begun):
         other = "cut the file in two there, since a run's name counts for a whole file"
     return (

@@ -102,7 +102,8 @@ def test_stale_share_of_the_sample(fixture_files: Path) -> None:
         for step, value in zip(column(whole, "_step"), column(whole, name), strict=True):
             if value is not None:
                 rows.setdefault(step, {})[name] = value
-    assert derived(rows, "off_policy/stale_share") == [pytest.approx(11 / 40)] * 8
+    expected: list[Any] = [pytest.approx(11 / 40)] * 8
+    assert derived(rows, "off_policy/stale_share") == expected
 
 
 @pytest.mark.parametrize(
