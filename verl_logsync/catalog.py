@@ -21,7 +21,7 @@ from verl_logsync.attempts import at_the_beginning, attempts_of, content_order, 
 from verl_logsync.binding import is_run_id
 from verl_logsync.copies import without_copies
 from verl_logsync.discover import Found
-from verl_logsync.errors import as_run
+from verl_logsync.errors import as_run, quoted
 from verl_logsync.fingerprint import Essentials, digest, disagreements
 from verl_logsync.model import (
     TRAINED,
@@ -388,14 +388,21 @@ def _why_apart(run: RunSources, others: Sequence[RunSources], merge: Merge) -> s
         why = f"the configs differ in {', '.join(keys[:5])}{more} (--merge makes them one run)"
     elif _begins(run) and any(map(_begins, others)):
         why = (
-            "both start at the beginning (if one goes on with the other: --offset GLOB=STEPS; if "
-            "it replaces it: --merge --on-restart replace)"
+            f"both start at the beginning (if this one goes on with {others[0].target.run_id}: "
+            f"{_as_continued(run, others[0])}; if it replaces it: --merge --on-restart replace)"
         )
     elif merge == "never" and any(_meet(run, other) for other in others):
         why = "--no-merge keeps them apart"
     else:
         why = "steps are missing between them (--merge makes them one run all the same)"
     return f"has the same project and name as run {ids}, but is another run: {why}"
+
+
+def _as_continued(run: RunSources, before: RunSources) -> str:
+    """The flags that count the steps of a run from the last one of another."""
+    reached = max((attempt.last_step or 0 for attempt in before.attempts), default=0)
+    logs = dict.fromkeys(file.place for attempt in run.attempts for file in attempt.files)
+    return " ".join(f"--offset {quoted(f'{place}={reached}')}" for place in logs)
 
 
 def _meet(run: RunSources, other: RunSources) -> bool:
