@@ -6,8 +6,8 @@ A *form* is a line without its digits. Whether a line may hold a secret is told 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, Protocol
 
 from verl_logsync.secrets_mask import MASK, is_secret_name, mask_config, mask_text
 
@@ -149,16 +149,27 @@ def _collect(value: Any, masked: Any, found: set[str]) -> None:
         found.update(word for word in value.split() if len(word) >= _LONG_WORD)
 
 
-def hush_everywhere(lines: list[str], secrets: frozenset[str]) -> None:
-    """Mask known secrets in all lines, in place."""
+def hushing(secrets: frozenset[str]) -> Callable[[str], str]:
+    """What masks known secrets in a line."""
     longest_first = sorted((s for s in secrets if len(s) >= _LONG_WORD), key=len, reverse=True)
-    for secret in longest_first:
-        for index, line in enumerate(lines):
+
+    def hush(line: str) -> str:
+        for secret in longest_first:
             if secret in line:
-                lines[index] = line.replace(secret, MASK)
+                line = line.replace(secret, MASK)
+        return line
+
+    return hush
 
 
-def hush_broken_block(lines: list[str], entries: Sequence[int]) -> None:
+class Changeable(Protocol):
+    """Lines that can be replaced one by one."""
+
+    def __getitem__(self, index: int, /) -> str: ...
+    def __setitem__(self, index: int, line: str, /) -> None: ...
+
+
+def hush_broken_block(lines: Changeable, entries: Sequence[int]) -> None:
     """Mask the strings of a config that was cut, from its first secret name on, in place."""
     suspicious = False
     for entry in entries:

@@ -32,6 +32,7 @@ from verl_logsync.model import (
     UploadPlan,
 )
 from verl_logsync.readiness import Readiness
+from verl_logsync.spooled import joined
 
 OnRewrite = Literal["rewind", "keep"]
 
@@ -381,7 +382,7 @@ def _lacking(situation: Situation, *, rows_only: bool) -> _Lacking:
         marker.logs if marker is not None else (),
         remote.logs if remote is not None else 0,
     )
-    carried = replace(extra, events=events.items, console=logs.items)
+    carried = replace(extra, events=tuple(events.items), console=logs.items)
     if remote is not None:
         artifacts = tuple(a for a in extra.artifacts if a.key not in remote.artifacts)
         # It is sent from the same files, also if the run has files of their size already.
@@ -404,9 +405,9 @@ def _lacking(situation: Situation, *, rows_only: bool) -> _Lacking:
     return _Lacking(carried, events.stored, logs.stored, notes)
 
 
-def _lines(extra: PassThrough, situation: Situation) -> tuple[str, ...]:
+def _lines(extra: PassThrough, situation: Situation) -> Sequence[str]:
     ended = situation.ready.state != "running" and extra.unfinished
-    return (*extra.console, extra.unfinished) if ended else extra.console
+    return joined([extra.console, (extra.unfinished,)]) if ended else extra.console
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,7 +422,7 @@ class _Lacking:
 
 @dataclass(frozen=True, slots=True)
 class _Stream(Generic[_T]):
-    items: tuple[_T, ...]
+    items: Sequence[_T]
     stored: tuple[Segment, ...]
     strange: bool = False
 
@@ -447,13 +448,13 @@ def _continue(
         left = 0
     if left:
         return _Stream((), tuple(recorded), strange=any(len(lines) for _, lines in logs))
-    items: list[_T] = []
+    items: list[Sequence[_T]] = []
     for key, lines in logs:
         reached = max((end for k, _, end in stored if k == key), default=0)
         if reached < len(lines):
-            items.extend(lines[reached:])
+            items.append(lines[reached:])
             stored.append((key, reached, len(lines)))
-    return _Stream(tuple(items), tuple(stored))
+    return _Stream(joined(items), tuple(stored))
 
 
 def _is_there(file: FileRef, remote: RemoteState) -> bool:

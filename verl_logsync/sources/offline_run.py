@@ -21,7 +21,7 @@ import pyarrow as pa
 from verl_logsync.columns import RUNTIME, STEP, TIMESTAMP, TableBuilder
 from verl_logsync.errors import LogsyncError, NotALog, quoted
 from verl_logsync.fingerprint import data_folders, essentials
-from verl_logsync.hush import hush_everywhere, hushed, hushed_lines, secrets_of
+from verl_logsync.hush import hushed, hushed_lines, hushing, secrets_of
 from verl_logsync.interfaces import Candidate
 from verl_logsync.model import (
     MARKER_KEY,
@@ -423,9 +423,8 @@ class _Contents:
             self._skips.append(Skip(SkipReason.UNKNOWN_KIND, self._file.place, detail))
         console, unfinished = console_lines(self._console)
         # What verl prints of its config names keys in clear, and programs print them anywhere.
-        lines = [*hushed_lines(console), hushed(unfinished)]
-        hush_everywhere(lines, secrets_of(self._config))
-        console, unfinished = tuple(lines[:-1]), lines[-1]
+        hush = hushing(secrets_of(self._config))
+        console, unfinished = tuple(map(hush, hushed_lines(console))), hush(hushed(unfinished))
         return Reading(
             self._table(),
             tuple(self._skips),
