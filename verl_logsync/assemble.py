@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from verl_logsync.columns import AXES, MISSING, RUNTIME, STEP, decode
@@ -17,6 +18,7 @@ from verl_logsync.model import (
     Reading,
 )
 from verl_logsync.secrets_mask import mask_config, secrets_in, without_known
+from verl_logsync.spooled import changed, joined
 
 _T = TypeVar("_T")
 
@@ -70,7 +72,7 @@ def _hushed(extra: PassThrough, known: frozenset[str]) -> PassThrough:
     """Console text without the secrets that the run's config names, however they are printed."""
     if not known:
         return extra
-    console = tuple(without_known(line, known) for line in extra.console)
+    console = changed(extra.console, partial(without_known, secrets=known))
     return replace(extra, console=console, unfinished=without_known(extra.unfinished, known))
 
 
@@ -91,7 +93,10 @@ def _with_ended_lines(
     """An earlier attempt is over, and so is its last line."""
     for number, (key, extra) in enumerate(streams):
         if extra.unfinished and number < len(streams) - 1:
-            yield key, replace(extra, console=(*extra.console, extra.unfinished), unfinished="")
+            yield (
+                key,
+                replace(extra, console=joined([extra.console, (extra.unfinished,)]), unfinished=""),
+            )
         else:
             yield key, extra
 

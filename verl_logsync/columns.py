@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -160,7 +161,7 @@ class _Layout:
 
     def __init__(self, keys: tuple[str, ...]) -> None:
         self.keys = keys
-        self.rows: list[int] = []
+        self.rows = array("q")
         self.odd: dict[int, dict[int, str]] = {}
         self.integral: list[bool] = []
         self.matrix: np.ndarray[Any, np.dtype[np.float64]] = np.empty((0, 0))

@@ -6,8 +6,8 @@ A *form* is a line without its digits. Whether a line may hold a secret is told 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, Protocol
 
 from verl_logsync.secrets_mask import MASK, is_secret_name, mask_config, mask_text
 
@@ -162,27 +162,53 @@ def _collect(value: Any, masked: Any, found: set[str]) -> None:
         found.update(word for word in value.split() if len(word) >= _LONG_WORD)
 
 
-def hush_everywhere(lines: list[str], secrets: frozenset[str]) -> None:
-    """Mask known secrets in all lines, in place."""
+def hushing(secrets: frozenset[str]) -> Callable[[str], str]:
+    """What masks known secrets in a line."""
     longest_first = sorted((s for s in secrets if len(s) >= _LONG_WORD), key=len, reverse=True)
-    for secret in longest_first:
-        for index, line in enumerate(lines):
+
+    def hush(line: str) -> str:
+        for secret in longest_first:
             if secret in line:
-                lines[index] = line.replace(secret, MASK)
+                line = line.replace(secret, MASK)
+        return line
+
+    return hush
 
 
-def hush_key_blocks(lines: list[str]) -> None:
-    """Mask the lines of printed private keys, of which `mask_text` leaves the frame, in place."""
-    for first in [
-        n for n, line in enumerate(lines) if _KEY_BEGINS in line and _KEY_ENDS not in line
-    ]:
+class Changeable(Protocol):
+    """Lines that can be replaced one by one."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> str: ...
+    def __setitem__(self, index: int, line: str, /) -> None: ...
+
+
+def begins_key_block(line: str) -> bool:
+    """Whether a masked line is the frame of a private key whose other lines follow."""
+    return _KEY_BEGINS in line and _KEY_ENDS not in line
+
+
+def hush_key_blocks(lines: Changeable, begins: Iterable[int]) -> bool:
+    """Mask the lines of printed private keys, in place.
+
+    Args:
+        begins: the indices of the lines that `begins_key_block`.
+
+    Returns:
+        Whether the last of them goes on where the lines end.
+    """
+    unended = False
+    for first in begins:
+        unended = first + _LONGEST_KEY >= len(lines)
         for index in range(first + 1, min(first + _LONGEST_KEY, len(lines))):
             if _KEY_ENDS in lines[index]:
+                unended = False
                 break
             lines[index] = MASK
+    return unended
 
 
-def hush_broken_block(lines: list[str], entries: Sequence[int]) -> None:
+def hush_broken_block(lines: Changeable, entries: Sequence[int]) -> None:
     """Mask the strings of a config that was cut, from its first secret name on, in place."""
     suspicious = False
     for entry in entries:

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 from verl_logsync.assemble import Surroundings
 from verl_logsync.config_files import artifact_name
 from verl_logsync.model import FileRef, PassThrough, RemoteState, Segment
+from verl_logsync.spooled import joined
 
 _T = TypeVar("_T")
 
@@ -49,7 +50,7 @@ def lacking(
         marker.logs if marker is not None else (),
         remote.logs if remote is not None else 0,
     )
-    carried = replace(around.extra, events=events.items, console=logs.items)
+    carried = replace(around.extra, events=tuple(events.items), console=logs.items)
     if remote is not None:
         carried = _without_stored_parts(carried, remote, artifact_name(run_id))
     strange = [n for n, s in (("system metrics", events), ("console", logs)) if s.strange]
@@ -73,13 +74,14 @@ def _without_stored_parts(
     return replace(extra, files=files, artifacts=artifacts, others=())
 
 
-def _lines(extra: PassThrough, *, ended: bool) -> tuple[str, ...]:
-    return (*extra.console, extra.unfinished) if ended and extra.unfinished else extra.console
+def _lines(extra: PassThrough, *, ended: bool) -> Sequence[str]:
+    more = ended and extra.unfinished
+    return joined([extra.console, (extra.unfinished,)]) if more else extra.console
 
 
 @dataclass(frozen=True, slots=True)
 class _Stream(Generic[_T]):
-    items: tuple[_T, ...]
+    items: Sequence[_T]
     stored: tuple[Segment, ...]
     strange: bool = False
 
@@ -105,13 +107,13 @@ def _continue(
         left = 0
     if left:
         return _Stream((), tuple(recorded), strange=any(len(lines) for _, lines in logs))
-    items: list[_T] = []
+    items: list[Sequence[_T]] = []
     for key, lines in logs:
         reached = max((end for k, _, end in stored if k == key), default=0)
         if reached < len(lines):
-            items.extend(lines[reached:])
+            items.append(lines[reached:])
             stored.append((key, reached, len(lines)))
-    return _Stream(tuple(items), tuple(stored))
+    return _Stream(joined(items), tuple(stored))
 
 
 def _is_there(file: FileRef, remote: RemoteState) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -310,12 +310,12 @@ class ArtifactRef:
 class PassThrough:
     """What an offline run holds besides history; records are serialised protobuf.
 
-    `events` are system metrics, `console` whole lines in order, `unfinished` console text
-    that has no line end yet.
+    `events` are system metrics, `console` whole lines in order (see `verl_logsync.spooled`),
+    `unfinished` console text that has no line end yet.
     """
 
     events: tuple[bytes, ...] = ()
-    console: tuple[str, ...] = ()
+    console: Sequence[str] = ()
     unfinished: str = ""
     metrics: tuple[bytes, ...] = ()
     artifacts: tuple[ArtifactRef, ...] = ()

@@ -388,7 +388,11 @@ def test_keys_are_unchanged(log: Log) -> None:
 def test_lines_end_at_line_feeds_only(log: Log) -> None:
     """U+2028, U+0085 and form feeds inside noise do not cut lines."""
     reading = read(log("a\u2028step:9 - a/b:1", "b\x85c\x0cd", "step:1 - a/b:1"))
-    assert reading.extra.console == ("a\u2028step:9 - a/b:1", "b\x85c\x0cd", "step:1 - a/b:1")
+    assert tuple(reading.extra.console) == (
+        "a\u2028step:9 - a/b:1",
+        "b\x85c\x0cd",
+        "step:1 - a/b:1",
+    )
 
 
 def test_byte_order_mark_and_crlf(tmp_path: Path) -> None:
@@ -397,7 +401,7 @@ def test_byte_order_mark_and_crlf(tmp_path: Path) -> None:
     path.write_bytes(b"\xef\xbb\xbfstep:1 - a/b:1\r\nstep:2 - a/b:2\r\n")
     reading = read(path)
     assert [step for step, _ in rows(reading)] == [1, 2]
-    assert reading.extra.console == ("step:1 - a/b:1", "step:2 - a/b:2")
+    assert tuple(reading.extra.console) == ("step:1 - a/b:1", "step:2 - a/b:2")
 
 
 def test_containerd_pieces_are_joined(log: Log) -> None:
@@ -532,7 +536,7 @@ def test_c2_cut_last_line(log: Log) -> None:
     assert (skip.reason, skip.records) == (SkipReason.PARTIAL_LINE, 0)
     assert f"{path}:2 (byte 17)" in skip.place
     assert reading.extra.unfinished == "step:2 - a/b:0.6"
-    assert reading.extra.console == ("step:1 - a/b:0.5",)
+    assert tuple(reading.extra.console) == ("step:1 - a/b:0.5",)
     with path.open("a") as stream:
         stream.write("5\n")
     assert rows(read(path)) == [(1, {"a/b": 0.5}), (2, {"a/b": 0.65})]
@@ -781,7 +785,7 @@ def test_numbers_and_harmless_words_are_not_masked(log: Log) -> None:
         "(W pid=1) {'prompt_key': 'prompt', 'max_tokens': 512}",
         "(W pid=1) Avg prompt throughput: 123.4 tokens/s",
     ]
-    assert read(log(*lines)).extra.console == tuple(lines)
+    assert tuple(read(log(*lines)).extra.console) == tuple(lines)
 
 
 _HARMLESS = "api_key token = : ' \" x Bearer 5 secret password -- . / my_token access-key \t"
@@ -1088,7 +1092,7 @@ def test_console_text_is_what_a_terminal_shows(log: Log) -> None:
         "(W pid=1) \rTraining Progress:   5%|# | 2/40\rTraining Progress:   8%|# | 3/40",
         "step:1 - actor/a:1",
     )
-    assert read(path).extra.console == (
+    assert tuple(read(path).extra.console) == (
         "(W pid=1) hello",
         "",
         "Training Progress:   8%|# | 3/40",

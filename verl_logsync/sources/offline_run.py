@@ -22,10 +22,11 @@ from verl_logsync.columns import RUNTIME, STEP, TIMESTAMP, TableBuilder
 from verl_logsync.errors import LogsyncError, NotALog, quoted
 from verl_logsync.fingerprint import data_folders, essentials
 from verl_logsync.hush import (
-    hush_everywhere,
+    begins_key_block,
     hush_key_blocks,
     hushed,
     hushed_lines,
+    hushing,
     secrets_of,
 )
 from verl_logsync.interfaces import Candidate
@@ -435,9 +436,9 @@ class _Contents:
             self._skips.append(Skip(SkipReason.UNKNOWN_KIND, self._file.place, detail))
         console, unfinished = console_lines(self._console)
         # What verl prints of its config names keys in clear, and programs print them anywhere.
-        lines = [*hushed_lines(console), hushed(unfinished)]
-        hush_key_blocks(lines)
-        hush_everywhere(lines, secrets_of(self._config))
+        hush = hushing(secrets_of(self._config))
+        lines = [hush(line) for line in (*hushed_lines(console), hushed(unfinished))]
+        hush_key_blocks(lines, [n for n, line in enumerate(lines) if begins_key_block(line)])
         console, unfinished = tuple(lines[:-1]), lines[-1]
         return Reading(
             self._table(),

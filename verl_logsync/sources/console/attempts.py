@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
+
+import numpy as np
 
 from verl_logsync.columns import AXES, EXACT, STEP, TIMESTAMP, TableBuilder
 from verl_logsync.model import Restart, SkipReason
@@ -70,7 +73,7 @@ class Attempts:
         self.last_line = 0
         self._notes = notes
         self._builder = TableBuilder()
-        self._steps: list[int] = []
+        self._steps = array("q")
         self._stamps: list[float | None] = []
         self._pending: _Row | None = None
         self._final: tuple[Printed, Mapping[str, Any]] | None = None
@@ -257,7 +260,7 @@ class Attempts:
         """All rows, as an Arrow table."""
         import pyarrow as pa
 
-        columns: dict[str, Any] = {STEP: pa.array(self._steps, type=pa.int64())}
+        columns: dict[str, Any] = {STEP: pa.array(np.array(self._steps, dtype=np.int64))}
         if any(stamp is not None for stamp in self._stamps):
             columns[TIMESTAMP] = pa.array(self._stamps, type=pa.float64())
         return pa.table(columns | self._builder.columns())

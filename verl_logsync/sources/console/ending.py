@@ -31,7 +31,7 @@ def ending(attempts: Attempts, console: Sequence[str]) -> Ending | None:
             return Ending(0, "the final validation was printed")
         if attempts.reached_total:
             return Ending(0, "the last training step was logged")
-    tail = console[-_TAIL:]
+    tail = list(console[-_TAIL:])
     bar = _last_bar(tail)
     if bar is not None and bar[1] and bar[0] >= bar[1] and not attempts.began_again:
         return Ending(0, "the progress bar reached its end")

@@ -97,7 +97,7 @@ class Console:
             rows,
             skips,
             config=attempts.config,
-            extra=PassThrough(console=tuple(transcript.console), unfinished=transcript.unfinished),
+            extra=PassThrough(console=transcript.console, unfinished=transcript.unfinished),
             ending=ending(attempts, transcript.console),
             started_at=began[0].stamp if began else None,
             restarts=tuple(attempts.restarts),

@@ -9,15 +9,17 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from verl_logsync.hush import (
+    begins_key_block,
     hush_broken_block,
-    hush_everywhere,
     hush_key_blocks,
     hushed,
+    hushing,
     lines_with,
     secrets_of,
     suspects,
 )
 from verl_logsync.model import Skip, SkipReason
+from verl_logsync.secrets_mask import MASK
 from verl_logsync.sources.console.blocks import Block, block_start, is_training_config
 from verl_logsync.sources.console.lines import (
     LONGEST_LINE,
@@ -37,6 +39,7 @@ from verl_logsync.sources.console.records import (
     record_start,
     without_last_pair,
 )
+from verl_logsync.spooled import Lines, Spool
 
 _DIGITS: Final = b"0123456789\0"
 # A line without its digits in which one of these occurs is looked at closely.
@@ -178,7 +181,7 @@ class Transcript:
     """Turns stretches of lines into events; with `keep` also into the console's lines."""
 
     def __init__(self, notes: Notebook, *, keep: bool) -> None:
-        self.console: list[str] = []
+        self._console = Spool()
         self.unfinished = ""
         self._notes = notes
         self._keep = keep
@@ -192,6 +195,12 @@ class Transcript:
         self._orphan = -1
         self._first_key = "?"
         self._secrets: frozenset[str] = frozenset()
+        self._keys: list[int] = []
+
+    @property
+    def console(self) -> Lines:
+        """All whole lines until now, without the secrets that are known by now."""
+        return self._console.lines().changed(hushing(self._secrets))
 
     # -- lines -----------------------------------------------------------------------------
 
@@ -263,14 +272,14 @@ class Transcript:
         if "\r" in text:
             pieces = [last_return(piece) if "\r" in piece else piece for piece in pieces]
         self._longest = max(self._longest, *map(len, pieces))
-        self.console.extend(pieces)
+        self._console.extend(pieces)
 
     def _line(self, raw: bytes, number: int, offset: int, kind: int) -> Iterator[Event]:
         """One line that may mean something."""
         text = without_ansi(raw.decode(errors="replace"))
         visible = shown(text)
         if self._keep:
-            self.console.append(hushed(visible) if kind & _SECRET else visible)
+            self._console.append(self._hushed(visible) if kind & _SECRET else visible)
         inside = content(text)
         at = Printed(number, offset, inside.owner, inside.stamp)
         if self._began is None:
@@ -287,6 +296,12 @@ class Transcript:
         if kind & _MARK:
             width = Broken.WIDEST + 1 if inside.hidden else len(visible)
             yield from self._meaning(at, inside, width)
+
+    def _hushed(self, line: str) -> str:
+        masked = hushed(line)
+        if begins_key_block(masked):
+            self._keys.append(len(self._console))
+        return masked
 
     def _last(self, stretch: Stretch) -> Iterator[Event]:
         """What follows the last line feed: its writer has not finished it."""
@@ -319,11 +334,8 @@ class Transcript:
                 detail = f"the {block.kind} validation metrics are not complete yet"
                 self._notes.skip(at, SkipReason.PARTIAL_LINE, detail)
         self._blocks.clear()
-        if self._keep:
-            self.console.append(self.unfinished)
-            hush_key_blocks(self.console)
-            hush_everywhere(self.console, self._secrets)
-            self.unfinished = self.console.pop()
+        in_key = hush_key_blocks(self._console, self._keys)
+        self.unfinished = MASK if in_key else hushing(self._secrets)(self.unfinished)
 
     def _may_go_on(self, broken: Broken) -> bool:
         """Whether a terminal broke the record there, and its next line is still to come."""
@@ -446,7 +458,7 @@ class Transcript:
             self._abandon(at.owner)
 
     def _more_of(self, begun: Printed, block: Block, text: str) -> Iterator[Event]:
-        values = block.add(text, len(self.console) - 1)
+        values = block.add(text, len(self._console) - 1)
         if values is None:
             return
         del self._blocks[begun.owner]
@@ -465,7 +477,7 @@ class Transcript:
 
     def _broken_block(self, block: Block) -> None:
         if self._keep and block.kind == "config":
-            hush_broken_block(self.console, block.entries)
+            hush_broken_block(self._console, block.entries)
 
 
 _UNFINISHED: Final = "the writer had not finished it"
