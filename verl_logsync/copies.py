@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from verl_logsync.model import LogFile, Skip, SkipReason
 
@@ -29,15 +29,10 @@ def _without_beginnings(files: Sequence[LogFile]) -> tuple[list[LogFile], list[S
     kept: list[LogFile] = []
     skips: list[Skip] = []
     for group in alike.values():
-        whole: list[LogFile] = []
-        for file in sorted(group, key=lambda f: (-f.stamp.size, f.place)):
-            original = next((w for w in whole if _is_beginning(file, w)), None)
-            if original is None:
-                whole.append(file)
-            else:
-                detail = f"the same as the beginning of {original.place}"
-                skips.append(Skip(SkipReason.DUPLICATE, file.place, detail))
-        kept.extend(whole)
+        longest_first = sorted(group, key=lambda f: (-f.stamp.size, f.place))
+        skips += _keep_originals(
+            longest_first, _is_beginning, "the same as the beginning of {}", kept
+        )
     return kept, skips
 
 
@@ -47,26 +42,38 @@ def _without_captures(files: Sequence[LogFile]) -> tuple[list[LogFile], list[Ski
     Its decoration differs, so that no bytes agree; its records do.
     """
     caught: dict[tuple[str, str, int | None], list[LogFile]] = {}
-    rest: list[LogFile] = []
+    kept: list[LogFile] = []
     for file in files:
         facts = file.facts
         if file.source == "console" and facts.training_digest:
             key = (facts.head_digest, facts.training_digest, facts.first_step)
             caught.setdefault(key, []).append(file)
         else:
-            rest.append(file)
+            kept.append(file)
     skips: list[Skip] = []
     for group in caught.values():
-        kept: list[LogFile] = []
-        for file in sorted(group, key=_completeness, reverse=True):
-            original = next((other for other in kept if _is_captured(file, other)), None)
-            if original is None:
-                kept.append(file)
-            else:
-                detail = f"the same records as in {original.place}"
-                skips.append(Skip(SkipReason.DUPLICATE, file.place, detail))
-        rest.extend(kept)
-    return rest, skips
+        most_complete_first = sorted(group, key=_completeness, reverse=True)
+        skips += _keep_originals(
+            most_complete_first, _is_captured, "the same records as in {}", kept
+        )
+    return kept, skips
+
+
+def _keep_originals(
+    group: Sequence[LogFile],
+    is_copy: Callable[[LogFile, LogFile], bool],
+    detail: str,
+    kept: list[LogFile],
+) -> Iterator[Skip]:
+    """Add the files of a group that copy none before them to those that are kept; skip the rest."""
+    originals: list[LogFile] = []
+    for file in group:
+        original = next((other for other in originals if is_copy(file, other)), None)
+        if original is None:
+            originals.append(file)
+        else:
+            yield Skip(SkipReason.DUPLICATE, file.place, detail.format(original.place))
+    kept.extend(originals)
 
 
 def _is_captured(file: LogFile, other: LogFile) -> bool:
