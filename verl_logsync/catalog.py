@@ -16,10 +16,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Final, Literal
 
-from verl_logsync.attach import adopted, attach, unclear
+from verl_logsync.attach import adopted, attach, run_flag, unclear
 from verl_logsync.binding import is_run_id
 from verl_logsync.discover import Found
-from verl_logsync.errors import quoted
 from verl_logsync.fingerprint import Essentials, digest, disagreements
 from verl_logsync.model import (
     TRAINED,
@@ -135,9 +134,9 @@ def catalog(found: Found, grouping: Grouping) -> Catalog:
     unmatched = [
         Skip(
             SkipReason.NO_MATCH,
-            f"--run {name}={pattern}",
+            run_flag(name, pattern),
             "no log matches this pattern",
-            "See the paths with: verl-logsync scan",
+            "See the paths with: verl-logsync scan; a name with a = in it needs --run NAME==GLOB",
         )
         for name, pattern in grouping.mapping
         if not any(matches(file.path, pattern) for file in (*history, *belongings))
@@ -653,9 +652,7 @@ def _predecessor(run: RunSources, first: int, runs: Sequence[RunSources]) -> Run
 
 
 def _merge_hint(run: RunSources, before: RunSources, first: int) -> str:
-    flags = " ".join(
-        f"--run {quoted(f'{before.name}={file.place}')}" for file in (before.files[0], run.files[0])
-    )
+    flags = " ".join(run_flag(before.name, file.place) for file in (before.files[0], run.files[0]))
     return (
         f"starts at step {first}, inside or at the end of {before.name}: it looks like a resumed "
         f"attempt of it. To merge the two add {flags}"

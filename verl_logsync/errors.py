@@ -132,5 +132,18 @@ class InputWarning(UserWarning):
 
 
 def quoted(path: object) -> str:
-    """A path as a word that can be pasted into a shell."""
-    return shlex.quote(str(path))
+    """A path as a word that can be pasted into a shell; control characters are escapes in it."""
+    text = str(path)
+    if text.isprintable():
+        return shlex.quote(text)
+    return "$'" + "".join(map(_escaped, text)) + "'"
+
+
+def _escaped(character: str) -> str:
+    """One character inside of a shell's $'...'."""
+    if character in "'\\":
+        return f"\\{character}"
+    code = ord(character)
+    if character.isprintable():
+        return character
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -195,8 +195,9 @@ def _from_toml(path: Path) -> dict[str, Any]:
     for name in _TABLES & found.keys():
         if not isinstance(found[name], dict):
             raise UsageError(f"[{name}] must hold NAME = VALUE lines", place=str(path))
+        equals = "==" if name == "runs" else "="
         pairs = [
-            f"{key}={item}"
+            f"{key}{equals}{item}"
             for key, items in found[name].items()
             for item in (items if isinstance(items, list) else [items])
         ]
@@ -229,15 +230,16 @@ def variable(name: str) -> str:
 
 
 def parse_run(text: str) -> tuple[str, str]:
-    """`NAME=GLOB` as a pair.
+    """`NAME=GLOB` or `NAME==GLOB` as a pair.
 
     Raises:
         UsageError: it is not of that form.
     """
-    name, equals, pattern = text.partition("=")
+    # Names and paths of sweeps hold equals signs themselves: two of them are none of those.
+    name, equals, pattern = text.partition("==" if "==" in text else "=")
     if not equals or not name or not pattern:
         raise UsageError(
-            f"--run needs NAME=GLOB, not {text!r}",
+            f"--run needs NAME=GLOB (NAME==GLOB where one of them holds a =), not {text!r}",
             hint="For example: --run 'grpo/qwen=outputs/*/qwen*.jsonl'",
         )
     return name, pattern
