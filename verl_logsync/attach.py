@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from verl_logsync.binding import checkpoint_root
-from verl_logsync.errors import quoted
+from verl_logsync.errors import quoted, run_flag
 from verl_logsync.fingerprint import CHECKPOINT_FOLDER, DUMP_FOLDERS
 from verl_logsync.model import LogFile, RunSources, Skip, SkipReason
 
@@ -77,10 +77,10 @@ def unclear(run: RunSources, runs: Sequence[RunSources]) -> str:
     names = sorted({name for name, file in nearest if _may_be_one(logs[0], file)})
     if not names:
         return ""
-    flag = quoted(f"{names[0]}={logs[0].place}")
+    flag = run_flag(names[0], logs[0].place)
     return (
         f"names no experiment; if it is a log of {' or '.join(names[:5])}, say so: "
-        f"--run {flag}, with the files of that run in the same way"
+        f"{flag}, with the files of that run in the same way"
     )
 
 
@@ -125,14 +125,55 @@ def attach(
         matches: whether a path matches a pattern.
     """
     owned: dict[int, list[LogFile]] = {}
+    notes: dict[int, list[str]] = {}
     skips: list[Skip] = []
+    contested = _contested(belongings)
     for file in belongings:
         owners = _owners(runs, file, mapping, matches)
+        if file.facts.run_id in contested:
+            unbound = replace(file, facts=replace(file.facts, run_id=""))
+            owners = _owners(runs, unbound, mapping, matches)
+            if [runs[i].target.run_id for i in owners] != [file.facts.run_id]:
+                note = _copied(file, contested[file.facts.run_id])
+                file = unbound  # noqa: PLW2901 - it is attached, its binding is not followed
+                for index in owners:
+                    notes.setdefault(index, []).append(note)
         if len(owners) == 1:
             owned.setdefault(owners[0], []).append(file)
         else:
             skips.append(_ownerless(file, [runs[i].name for i in owners]))
-    return [_with(run, owned.get(index, ())) for index, run in enumerate(runs)], skips
+    attached = (_with(run, owned.get(index, ())) for index, run in enumerate(runs))
+    return [
+        replace(run, notes=(*run.notes, *dict.fromkeys(notes.get(index, ()))))
+        for index, run in enumerate(attached)
+    ], skips
+
+
+def _contested(belongings: Sequence[LogFile]) -> dict[str, list[Path]]:
+    """The run ids that the checkpoint folders of several experiments are bound to, and these.
+
+    Copies of one experiment's folder have its name; the file of a binding comes along when a
+    folder is copied to begin another experiment with it.
+    """
+    folders: dict[str, set[Path]] = {}
+    for file in belongings:
+        if file.role == "checkpoint" and file.facts.run_id:
+            folders.setdefault(file.facts.run_id, set()).add(checkpoint_root(file.path).absolute())
+    return {
+        run_id: sorted(places)
+        for run_id, places in folders.items()
+        if len({place.name for place in places}) > 1
+    }
+
+
+def _copied(file: LogFile, folders: Sequence[Path]) -> str:
+    mine = checkpoint_root(file.path)
+    others = ", ".join(str(place) for place in folders if place != mine.absolute())
+    return (
+        f"{mine} is bound to run {file.facts.run_id}, and so is {others}: the binding was copied "
+        "with the checkpoints, and is not followed here. If this is another experiment, remove the "
+        f"small file with that id in {quoted(mine)}; if it is the same, say so: --run NAME=GLOB"
+    )
 
 
 def _owners(
@@ -192,6 +233,5 @@ def _with(run: RunSources, files: Sequence[LogFile]) -> RunSources:
 def _ownerless(file: LogFile, owners: Sequence[str]) -> Skip:
     what = "rollout dumps" if file.role == "rollouts" else "checkpoints"
     which = f"of several runs ({', '.join(owners[:5])})" if owners else "of no run that was found"
-    flag = quoted(f"NAME={file.place}")
-    hint = f"Say whose they are: --run {flag}"
+    hint = f"Say whose they are: {run_flag('NAME', file.place)}"
     return Skip(SkipReason.NO_OWNER, file.place, f"{what} {which}", hint)

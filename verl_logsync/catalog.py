@@ -21,7 +21,7 @@ from verl_logsync.attempts import at_the_beginning, attempts_of, content_order, 
 from verl_logsync.binding import is_run_id
 from verl_logsync.copies import without_copies
 from verl_logsync.discover import Found
-from verl_logsync.errors import as_run, quoted
+from verl_logsync.errors import as_run, quoted, run_flag
 from verl_logsync.fingerprint import Essentials, digest, disagreements
 from verl_logsync.model import (
     TRAINED,
@@ -121,9 +121,9 @@ def catalog(found: Found, grouping: Grouping) -> Catalog:
     unmatched = [
         Skip(
             SkipReason.NO_MATCH,
-            f"--run {name}={pattern}",
+            run_flag(name, pattern),
             "no log matches this pattern",
-            "See the paths with: verl-logsync scan",
+            "See the paths with: verl-logsync scan; a name with a = in it needs --run NAME==GLOB",
         )
         for name, pattern in grouping.mapping
         if not any(matches(file.path, pattern) for file in (*history, *belongings))

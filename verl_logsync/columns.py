@@ -163,7 +163,7 @@ class _Layout:
         self.keys = keys
         self.rows = array("q")
         self.odd: dict[int, dict[int, str]] = {}
-        self.integral: list[bool] = []
+        self.integral: Collection[int] = range(len(keys))
         self.matrix: np.ndarray[Any, np.dtype[np.float64]] = np.empty((0, 0))
         self.indices: np.ndarray[Any, np.dtype[np.int64]] = np.empty(0, dtype=np.int64)
         self._fast = False
@@ -177,8 +177,10 @@ class _Layout:
             packed = self._pack(*(v if _is_number(v) else math.nan for v in values))
             for position, text in odd.items():
                 self.odd.setdefault(position, {})[index] = text
-        if not self.rows:
-            self.integral = [type(v) is int for v in values]
+        if self.integral:
+            # Of every row: were it the first one's, the order of rows would decide on the type.
+            written = tuple(values)
+            self.integral = [p for p in self.integral if type(written[p]) is int]
         self.rows.append(index)
         self._packed += packed
 
@@ -225,7 +227,7 @@ def _column(count: int, places: Sequence[tuple[_Layout, int]]) -> pa.Array:
         numbers[layout.indices] = layout.matrix[position]
         present[layout.indices] = True
         odd.update(layout.odd.get(position, {}))
-        integral = integral and layout.integral[position]
+        integral = integral and position in layout.integral
     if odd:
         return _odd_column(numbers, present, odd)
     if integral and _is_integral(numbers[present]):
@@ -239,7 +241,7 @@ def _full_column(layout: _Layout, position: int) -> pa.Array:
     numbers = layout.matrix[position]
     if position in layout.odd:
         return _odd_column(numbers, np.ones(len(numbers), dtype=bool), layout.odd[position])
-    if layout.integral[position] and _is_integral(numbers):
+    if position in layout.integral and _is_integral(numbers):
         return pa.array(numbers.astype(np.int64))
     return pa.array(numbers)
 

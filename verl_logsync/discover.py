@@ -32,8 +32,8 @@ _LOG_LIKE: Final = re.compile(
 )
 # `.run-x.wandb.Ab3xYz`: what rsync, or a writer, has not finished.
 _UNFINISHED: Final = re.compile(r"\.(jsonl|ndjson|wandb|parquet|log|out|err)(\.\w+)*$")
-# The client's own diary, which W&B writes beside every run.
-_CLIENT_DIARY: Final = re.compile(r"^debug(-\w+)?(\.\w+)*\.log$")
+# The client's own diary, and that of its core, which W&B writes beside every run.
+_CLIENT_DIARY: Final = re.compile(r"^(core-)?debug(-\w+)*(\.\w+)*\.log$")
 
 #: What the last upload knew about a path: its verdict, if nothing changed since.
 Recall = Callable[[Path], LogFile | Skip | None]

@@ -150,9 +150,31 @@ class InputWarning(UserWarning):
 
 def as_run(name: str, places: Iterable[str]) -> str:
     """The flags that make some logs one run of that name, to be pasted."""
-    return " ".join(f"--run {quoted(f'{name}={place}')}" for place in places)
+    return " ".join(run_flag(name, place) for place in places)
+
+
+def run_flag(name: str, pattern: str) -> str:
+    """The option that makes files a run, as a shell takes it.
+
+    Names and paths of sweeps hold equals signs themselves; a doubled one is none of those.
+    """
+    equals = "==" if "=" in name + pattern else "="
+    return f"--run {quoted(f'{name}{equals}{pattern}')}"
 
 
 def quoted(path: object) -> str:
-    """A path as a word that can be pasted into a shell."""
-    return shlex.quote(str(path))
+    """A path as a word that can be pasted into a shell; control characters are escapes in it."""
+    text = str(path)
+    if text.isprintable():
+        return shlex.quote(text)
+    return "$'" + "".join(map(_escaped, text)) + "'"
+
+
+def _escaped(character: str) -> str:
+    """One character inside of a shell's $'...'."""
+    if character in "'\\":
+        return f"\\{character}"
+    code = ord(character)
+    if character.isprintable():
+        return character
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

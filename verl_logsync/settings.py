@@ -214,8 +214,9 @@ def _from_toml(path: Path) -> dict[str, Any]:
                 place=str(path),
                 hint=_SETTINGS_PAGE,
             )
+        equals = "==" if name == "runs" else "="
         pairs = [
-            f"{key}={item}"
+            f"{key}{equals}{item}"
             for key, items in found[name].items()
             for item in (items if isinstance(items, list) else [items])
         ]
@@ -248,15 +249,16 @@ def variable(name: str) -> str:
 
 
 def parse_run(text: str) -> tuple[str, str]:
-    """`NAME=GLOB` as a pair.
+    """`NAME=GLOB` or `NAME==GLOB` as a pair.
 
     Raises:
         UsageError: it is not of that form.
     """
-    name, equals, pattern = text.partition("=")
+    # Names and paths of sweeps hold equals signs themselves: two of them are none of those.
+    name, equals, pattern = text.partition("==" if "==" in text else "=")
     if not equals or not name or not pattern:
         raise UsageError(
-            f"--run needs NAME=GLOB, not {text!r}",
+            f"--run needs NAME=GLOB (NAME==GLOB where one of them holds a =), not {text!r}",
             hint="For example: --run 'grpo/qwen=outputs/*/qwen*.jsonl'",
         )
     return name, pattern

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from verl_logsync import api
-from verl_logsync.errors import UsageError
+from verl_logsync.errors import UsageError, quoted
 from verl_logsync.jsonlines import read_lines
 from verl_logsync.secrets_mask import mask_config
 from verl_logsync.settings import Settings
@@ -522,3 +523,44 @@ def test_dumps_that_came_late_are_said(upload, fixture_files, tmp_path):
     assert (late.code, late.rows_sent) == (0, 0)
     assert any("--recompute" in note for note in late.only["notes"])
     assert upload.here(tmp_path / "logs", final=True, recompute=True).rows_sent == 2
+
+
+ODD_NAMES = ["a\nok   faked run [x] up to date", "b\x1b[31mred", "c\u2028d", "e\u202ef", "g'h\\i\n"]
+
+
+@pytest.mark.parametrize("verb", ["scan", "upload", "diagnose", "snapshot"])
+def test_names_never_fake_a_line_or_steer_the_terminal(upload, tmp_path, verb):
+    """Whatever a file or folder is called, its name is printed as text on one line, and what is to
+    be pasted into a shell means that very file."""
+    for number, name in enumerate(ODD_NAMES):
+        folder = tmp_path / "logs" / name / f"grpo{name}"
+        _log(folder / f"{name}{number}.jsonl", range(3), float(number))
+        (folder / f"{name}.log").write_bytes(b"nothing")
+        (folder / f"{name}.parquet").write_bytes(b"PAR1 junk")
+    code, text = upload.text(tmp_path / "logs", verb=verb)
+    assert code in (0, 3)
+    assert all(line.isprintable() for line in text.splitlines())
+    assert "faked run" in text or verb == "snapshot"
+    assert not [line for line in text.splitlines() if line.startswith("ok   faked")]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_quoted_names_mean_the_same_in_a_shell(name):
+    """A quoted path is printable and is that path again in bash."""
+    word = quoted(f"dir/{name}")
+    assert word.isprintable()
+    command = ["bash", "-c", f"printf %s {word}"]
+    said = subprocess.run(command, capture_output=True, check=True, env={"LC_ALL": "C.UTF-8"})
+    assert said.stdout.decode() == f"dir/{name}"
+
+
+@pytest.mark.parametrize(
+    "name", ["debug.log", "debug-internal.log", "debug-core.log", "core-debug-20260817_090000.log"]
+)
+def test_the_clients_diaries_are_no_logs_of_training(tmp_path, name):
+    """W&B's own diaries, of its core too, give no verdict; another log beside them does."""
+    (tmp_path / "wandb" / "logs").mkdir(parents=True)
+    (tmp_path / "wandb" / "logs" / name).write_text('{"time":"x","level":"INFO","msg":"started"}\n')
+    (tmp_path / "wandb" / "logs" / "core.log").write_text("nothing of ours\n")
+    found, _ = api.scan([tmp_path], Settings())
+    assert [Path(skip.place).name for skip in found.skips] == ["core.log"]

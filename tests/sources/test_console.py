@@ -1081,6 +1081,66 @@ def test_other_archives_are_left_alone(tmp_path: Path) -> None:
     assert verdict(path) is None
 
 
+# -- Docker's json-file log ----------------------------------------------------------------
+
+
+def docker(text: str, *, time: object = "2025-04-05T14:23:11.5Z", end: str = "\n") -> str:
+    entry = {"log": text + end, "stream": "stdout", "time": time}
+    return json.dumps(entry, separators=(",", ":"))
+
+
+def test_docker_json_is_read_like_the_same_lines_of_containerd(log: Log) -> None:
+    """Docker's own log gives the rows, times and console lines that containerd's gives."""
+    texts = ["\x1b[36m(T pid=1)\x1b[0m step:1 - a/b:0.5", "plain", "(T pid=1) step:2 - a/b:nan"]
+    wrapped = read(log(*map(docker, texts)))
+    plain = read(log(*(f"2025-04-05T14:23:11.5Z stdout F {text}" for text in texts)))
+    assert repr(wrapped.rows.to_pylist()) == repr(plain.rows.to_pylist())
+    assert wrapped.rows.column("_timestamp").to_pylist() == [1743862991.5] * 2
+    assert tuple(wrapped.extra.console) == tuple(plain.extra.console)
+    assert not wrapped.skips
+
+
+def test_docker_json_joins_a_long_line(log: Log) -> None:
+    """Docker cuts lines at 16 KiB; a piece without a line end goes on in the next one."""
+    path = log(docker("step:1 - a/b:0.5 - a/c:0.", end=""), docker("25"), docker("step:2 - a/b:1"))
+    assert read(path).rows.column("a/c").to_pylist() == [0.25, None]
+
+
+def test_docker_json_keeps_places(log: Log) -> None:
+    """Line and byte of what is left out are those of the file, not of the text in it."""
+    first = docker('a line with "quotes" and a \t tab')
+    path = log(first, docker("step:1 - a/b:0.5 - a/c:0x"), docker("step:2 - a/b:1"))
+    (skip,) = read(path).skips
+    assert skip.place == f"{path}:2 (byte {len(first) + 1})"
+
+
+@pytest.mark.parametrize("time", [None, "yesterday", 5])
+def test_docker_json_without_a_time(log: Log, time: object) -> None:
+    """A line whose time is none is read without it."""
+    reading = read(log(docker("step:1 - a/b:0.5", time=time)))
+    assert reading.rows.to_pylist() == [{"_step": 1, "a/b": 0.5}]
+
+
+def test_docker_json_that_is_damaged_gives_no_value(log: Log) -> None:
+    """A line that was cut inside a number is counted and named; none of it is taken for a value."""
+    whole = docker("step:2 - a/b:0.125")
+    cut = whole[: whole.index("25")]
+    reading = read(log(docker("step:1 - a/b:0.5"), cut, docker("step:3 - a/b:1")))
+    assert reading.rows.column("_step").to_pylist() == [1, 3]
+    assert [(skip.records, ":2 (" in skip.place) for skip in reading.skips] == [(1, True)]
+    path = log(docker("step:1 - a/b:0.5"))
+    path.write_text(path.read_text() + cut)
+    reading = read(path)
+    assert reading.rows.column("_step").to_pylist() == [1]
+    assert [skip.reason for skip in reading.skips] == [SkipReason.PARTIAL_LINE]
+
+
+def test_docker_json_hides_secrets(log: Log) -> None:
+    """What is masked in a plain console is masked in a wrapped one, quotes and all."""
+    reading = read(log(docker('{"api_key": "verysecretone"}'), docker("step:1 - a/b:1")))
+    assert "verysecretone" not in "\n".join(reading.extra.console)
+
+
 # -- console text --------------------------------------------------------------------------
 
 

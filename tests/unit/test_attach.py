@@ -235,3 +235,47 @@ def test_two_bound_folders_of_one_name(tmp_path):
     for run in runs:
         job = tmp_path / f"job{run.target.run_id[-1]}"
         assert run.attempts[0].files[0].path.is_relative_to(job)
+
+
+def two_bound(tmp_path: Path, run_id: str) -> Path:
+    """Two experiments; the checkpoints of the second began as a copy of the first one's."""
+    for number, name in enumerate(("one", "two")):
+        write_verl_log(tmp_path / "logs/grpo" / f"{name}.jsonl", rows(0, 30, number))
+        checkpoints(tmp_path / "logs/checkpoints/grpo" / name, run_id)
+    return tmp_path / "logs"
+
+
+def test_a_copied_binding_is_said_and_joins_nothing(tmp_path):
+    """A run id in the checkpoint folders of two experiments is followed for neither: they stay two
+    runs with ids of their own, each keeps its checkpoints, and both are told."""
+    logs = two_bound(tmp_path, "copiedid")
+    catalog = found(logs)
+    ids = {run.name: run.target.run_id for run in catalog.runs}
+    assert set(ids) == {"one", "two"}
+    assert len({*ids.values(), "copiedid"}) == 3
+    for run in catalog.runs:
+        assert len(run.checkpoints) == 1
+        (note,) = [note for note in run.notes if "copiedid" in note]
+        assert str(logs / "checkpoints/grpo" / ("two" if run.name == "one" else "one")) in note
+
+
+def test_a_copied_binding_of_a_run_that_has_the_id_anyway(tmp_path):
+    """The run whose own id it is keeps it and its checkpoints, and the copy's experiment is told."""
+    mine = {run.name: run.target.run_id for run in found(two_bound(tmp_path / "a", "")).runs}
+    logs = two_bound(tmp_path / "b", mine["one"])
+    catalog = found(logs)
+    assert {run.name: run.target.run_id for run in catalog.runs} == mine
+    notes = {run.name: [n for n in run.notes if mine["one"] in n] for run in catalog.runs}
+    assert not notes["one"]
+    assert "copied" in notes["two"][0]
+    places = {run.name: [f.path.parent.name for f in run.checkpoints] for run in catalog.runs}
+    assert places == {"one": ["one"], "two": ["two"]}
+
+
+def test_copies_of_one_experiments_checkpoints_stay_bound(tmp_path):
+    """A backup of a checkpoint folder under its own name is the same experiment."""
+    write_verl_log(tmp_path / "logs/grpo/one.jsonl", rows(0, 30))
+    for place in ("checkpoints", "backup"):
+        checkpoints(tmp_path / "logs" / place / "grpo/one", "boundid1")
+    (run,) = found(tmp_path / "logs").runs
+    assert run.target.run_id == "boundid1"

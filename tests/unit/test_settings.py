@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
 import verl_logsync
 from verl_logsync import StepLogger
-from verl_logsync.errors import UsageError
+from verl_logsync.errors import UsageError, run_flag
 from verl_logsync.settings import load_settings, parse_offset, parse_run
 from verl_logsync.testing.builders import write_verl_log
 
@@ -94,6 +96,38 @@ def test_runs_and_offsets_of_a_settings_file(tmp_path, toml):
     (run,) = verl_logsync.load(tmp_path / "logs")
     assert (run.project, run.name) == ("p", "both")
     assert run.history().index.tolist() == list(range(16))
+
+
+@pytest.mark.parametrize(
+    ("text", "pair"),
+    [
+        ("a=*.jsonl", ("a", "*.jsonl")),
+        ("p/a=lr=1/*.jsonl", ("p/a", "lr=1/*.jsonl")),
+        ("p/lr=1==lr=1/*.jsonl", ("p/lr=1", "lr=1/*.jsonl")),
+        ("a==b", ("a", "b")),
+    ],
+)
+def test_a_run_may_have_equals_signs_in_its_name(text, pair):
+    """The first = ends the name, unless there is a ==, which then does."""
+    assert parse_run(text) == pair
+
+
+@pytest.mark.parametrize("text", ["", "a", "=b", "a=", "==b", "a=="])
+def test_bad_runs(text):
+    """A run is NAME=GLOB or NAME==GLOB, both of them not empty."""
+    with pytest.raises(UsageError, match="NAME==GLOB"):
+        parse_run(text)
+
+
+def test_names_with_equals_signs(tmp_path, toml):
+    """A sweep's names are taken from [runs] as they stand, and proposed options can be pasted."""
+    rows = [(s, {"actor/loss": s / 7}) for s in range(3)]
+    log = write_verl_log(tmp_path / "logs/lr=1e-5/one.jsonl", rows)
+    toml(f'[runs]\n"p/lr=1e-5" = "{log}"\n')
+    (run,) = verl_logsync.load(tmp_path / "logs")
+    assert (run.project, run.name) == ("p", "lr=1e-5")
+    _, flag = run_flag("lr=1e-5", str(log)).split(" ", 1)
+    assert parse_run(shlex.split(flag)[0]) == ("lr=1e-5", str(log))
 
 
 def test_the_command_line_wins(tmp_path, toml):

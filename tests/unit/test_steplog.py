@@ -809,7 +809,8 @@ def test_the_rank_is_the_launchers(env: dict[str, str], rank: int, world: int) -
     """torchrun's variables, else Slurm's, else 0 of 1."""
     place = find_place(env=env)
     assert (place.rank, place.world_size) == (rank, world)
-    assert find_place(7, 16, env)[:2] == (7, 16)
+    given = find_place(7, 16, env)
+    assert (given.rank, given.world_size) == (7, 16)
 
 
 @pytest.mark.parametrize(
@@ -910,6 +911,21 @@ def test_only_the_standard_library_is_imported(tmp_path: Path) -> None:
     heavy = {"columns", "model", "sources", "api", "pipeline"}
     assert not {name.split(".")[1] for name in ours.split()} & heavy
     assert network == ""
+
+
+def test_the_import_loads_next_to_nothing() -> None:
+    """Importing StepLogger loads a handful of modules: what the standard library takes its time
+    for is loaded when the first log is opened."""
+    code = """
+        import sys
+        before = set(sys.modules)
+        from verl_logsync import StepLogger
+        print(*sorted(n for n in set(sys.modules) - before if not n.startswith("verl_logsync")))
+    """
+    loaded = run_python(code).split()
+    slow = {"typing", "json", "re", "pathlib", "enum", "collections", "functools", "threading"}
+    assert not slow & set(loaded)
+    assert len(loaded) < 12
 
 
 def test_tables_are_cut_to_their_limit() -> None:

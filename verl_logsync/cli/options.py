@@ -44,7 +44,8 @@ def grouping_options(function: _F) -> _F:
             "runs",
             multiple=True,
             metavar="NAME=GLOB",
-            help="Files that belong to one run, whatever they say; may be repeated.",
+            help="Files that belong to one run, whatever they say; NAME==GLOB where one of them "
+            "holds a =; may be repeated.",
         ),
         click.option(
             "--merge/--no-merge",

@@ -14,4 +14,4 @@ def printable(line: str) -> str:
     """The same line without anything that moves a cursor, sets a colour or fakes a line."""
     if line.isprintable():
         return line
-    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in line)
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Final
 
 from verl_logsync.steplog.logger import StepLogger
+
+TYPE_CHECKING = False  # what `typing` would say, without the time that it takes
+if TYPE_CHECKING:
+    from typing import Any, Final
 
 #: The name of the backend: `tracking.log(data, step, backend=["step_log"])` logs here only.
 BACKEND: Final = "step_log"

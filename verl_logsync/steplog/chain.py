@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
-from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
 
 from verl_logsync.steplog.layout import HEADER_START, SCHEMA
 
+TYPE_CHECKING = False  # what `typing` would say, without the time that it takes
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any, Final
+
 _BLOCK: Final = 1 << 20
-_FIRST_STEP: Final = re.compile(rb'^\{"step":(\d{1,18}),', re.MULTILINE)
+_FIRST_STEP: Final = rb'(?m)^\{"step":(\d{1,18}),'
 
 
-class Known(NamedTuple):
+class Known:
     """The state of a rank's log before this start.
 
     `header` is the latest header in it (empty when there is none), `first_step` the step of its
     first record, `torn` whether its last line has no end.
     """
 
-    header: Mapping[str, Any]
-    first_step: int | None
-    torn: bool
+    __slots__ = ("first_step", "header", "torn")
+
+    def __init__(self, header: Mapping[str, Any], first_step: int | None, *, torn: bool) -> None:
+        self.header = header
+        self.first_step = first_step
+        self.torn = torn
 
 
 def look(descriptor: int) -> Known:
@@ -37,13 +41,15 @@ def look(descriptor: int) -> Known:
         return Known({}, None, torn=False)
     header = _last_header(descriptor, size)
     torn = os.pread(descriptor, 1, size - 1) != b"\n"
-    return Known(header, _first_step(descriptor, header), torn)
+    return Known(header, _first_step(descriptor, header), torn=torn)
 
 
 def parse_header(line: bytes) -> dict[str, Any]:
     """The header on a line; empty when there is none or it is of a newer format."""
     if not line.startswith(HEADER_START):
         return {}
+    import json
+
     try:
         header = json.loads(line)
     except (ValueError, RecursionError):
@@ -83,5 +89,7 @@ def _first_step(descriptor: int, header: Mapping[str, Any]) -> int | None:
     known = log.get("first_step") if isinstance(log, dict) else None
     if isinstance(known, int):
         return known
-    found = _FIRST_STEP.search(os.pread(descriptor, 2 * _BLOCK, 0))
+    import re
+
+    found = re.search(_FIRST_STEP, os.pread(descriptor, 2 * _BLOCK, 0))
     return int(found[1]) if found else None

@@ -4,30 +4,38 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
-from typing import NamedTuple
+
+TYPE_CHECKING = False  # what `typing` would say, without the time that it takes
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
-class Place(NamedTuple):
+class Place:
     """This process among those of its job. `known` is False where no launcher says it."""
 
-    rank: int
-    world_size: int
-    local_rank: int | None
-    known: bool
+    __slots__ = ("known", "local_rank", "rank", "world_size")
+
+    def __init__(self, rank: int, world_size: int, local_rank: int | None, *, known: bool) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.local_rank = local_rank
+        self.known = known
 
 
-class Start(NamedTuple):
+class Start:
     """One start of the job.
 
     `attempt_id` is the same on all ranks where it is `shared`; `time` is in seconds since 1970,
     `mono` on the clock of `time.monotonic`.
     """
 
-    attempt_id: str
-    shared: bool
-    time: float
-    mono: float
+    __slots__ = ("attempt_id", "mono", "shared", "time")
+
+    def __init__(self, attempt_id: str, time: float, mono: float, *, shared: bool) -> None:
+        self.attempt_id = attempt_id
+        self.shared = shared
+        self.time = time
+        self.mono = mono
 
 
 def find_place(
@@ -40,7 +48,7 @@ def find_place(
     size = _first_int(env, "WORLD_SIZE", "SLURM_NTASKS") if world_size is None else world_size
     local = _first_int(env, "LOCAL_RANK", "SLURM_LOCALID")
     number = found if found is not None and found >= 0 else 0
-    return Place(number, max(size or 1, number + 1), local, found is not None)
+    return Place(number, max(size or 1, number + 1), local, known=found is not None)
 
 
 def _first_int(env: Mapping[str, str], *names: str) -> int | None:
@@ -58,7 +66,7 @@ def find_start(given: str | None = None, env: Mapping[str, str] = os.environ) ->
     shared = given or env.get("VERL_LOGSYNC_ATTEMPT") or _launched(env)
     second = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now))
     made = f"{second}-{host_name()}-{os.getpid()}-{os.urandom(2).hex()}"
-    return Start(shared or made, bool(shared), now, mono)
+    return Start(shared or made, now, mono, shared=bool(shared))
 
 
 def _launched(env: Mapping[str, str]) -> str:

@@ -2,61 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
 import time
-from pathlib import Path
-from typing import Final, Literal, Protocol
 
 from verl_logsync.steplog.chain import Known, look
 from verl_logsync.steplog.layout import live_name, sealed_name, sealed_number
 
-#: When to force records to the disk: never, after each, or when so many seconds have passed.
-Fsync = Literal["never", "always"] | float
+TYPE_CHECKING = False  # what `typing` would say, without the time that it takes
+if TYPE_CHECKING:
+    from pathlib import Path
+    from typing import Final
+
+    from verl_logsync.steplog.store import Fsync, HeaderMaker
 
 _KIND: Final = "jsonl"
 _STALE: Final = frozenset({errno.ESTALE, errno.EBADF, errno.EIO, errno.ENODEV})
-
-
-class HeaderMaker(Protocol):
-    """Gives the header line of a file (or of a new start in it)."""
-
-    def __call__(self, known: Known, *, number: int, continues: bool, previous: str) -> bytes:
-        """A whole line.
-
-        Args:
-            known: what the log says so far; of one that is continued only the first step counts.
-            number: of the file among those of the rank's log, from 1.
-            continues: the attempt was begun in the file before, or earlier in this one.
-            previous: the name of the file before.
-        """
-
-
-class Store(Protocol):
-    """Where the lines of a logger go."""
-
-    #: How often the system did not force the file to the disk when asked.
-    unsynced: int
-    #: What went wrong without a loss; to be said once.
-    trouble: str
-
-    @property
-    def path(self) -> str:
-        """The file that is written to."""
-
-    def begin(self) -> None:
-        """Open the file and write the header, if that was not done yet. Raises OSError."""
-
-    def append(self, line: bytes, step: int) -> None:
-        """Keep a record. Raises OSError when it is not kept."""
-
-    def close(self, end: bytes) -> int:
-        """End with this line; returns how many records were lost. Raises OSError."""
-
-    def forget(self) -> None:
-        """Let go of everything without writing: this is a forked child."""
 
 
 class JsonlFile:
@@ -135,8 +97,7 @@ class JsonlFile:
     def forget(self) -> None:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
+            _close(descriptor)
 
     # -- writing ---------------------------------------------------------------------------
 
@@ -187,7 +148,8 @@ class JsonlFile:
             known = look(descriptor)
             previous, number = self._place(known)
             if number > 1 and not known.header:
-                known = self._look_at(previous)._replace(torn=known.torn)
+                before = self._look_at(previous)
+                known = Known(before.header, before.first_step, torn=known.torn)
             header = self._make_header(
                 known, number=number, continues=self._begun, previous=previous
             )
@@ -244,6 +206,8 @@ class JsonlFile:
                 return
             descriptor, size = self._make_next(made, sealed)
         except OSError as error:
+            import contextlib
+
             self.trouble = f"no new file could be begun: {error.strerror or error}"
             with contextlib.suppress(OSError):
                 made.unlink(missing_ok=True)
@@ -276,6 +240,14 @@ class JsonlFile:
             os.close(descriptor)
             raise OSError(errno.ENOSPC, "no room for a header", str(made))
         return descriptor, len(header)
+
+
+def _close(descriptor: int) -> None:
+    """Close a file; what the system says to that changes nothing any more."""
+    try:
+        os.close(descriptor)
+    except OSError:
+        return
 
 
 def _open_locked(path: Path) -> int | None:

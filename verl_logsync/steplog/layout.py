@@ -5,8 +5,10 @@ The format is public: see docs/reference/step-log-format.md.
 
 from __future__ import annotations
 
-import re
-from typing import Final
+TYPE_CHECKING = False  # what `typing` would say, without the time that it takes
+if TYPE_CHECKING:
+    import re
+    from typing import Final
 
 #: Version of the format. Readers refuse a higher one; new optional fields do not raise it.
 SCHEMA: Final = 1
@@ -30,7 +32,7 @@ LONGEST_RECORD: Final = 8 << 20
 HISTOGRAM, TABLE = "histogram", "table"
 
 EXTENSIONS: Final = {"jsonl": ".jsonl", "parquet": ".parquet"}
-_SEALED: Final = re.compile(r"^(?P<stem>.+\.steps)\.(?P<number>\d+)(?P<end>\.(jsonl|parquet))$")
+_SEALED: Final = r"^(?P<stem>.+\.steps)\.(?P<number>\d+)(?P<end>\.(jsonl|parquet))$"
 
 
 def stem_of(rank: int) -> str:
@@ -50,15 +52,21 @@ def sealed_name(stem: str, number: int, kind: str) -> str:
 
 def names_after(name: str) -> tuple[str, ...]:
     """What the file after a sealed one may be called: sealed itself by now, or the live one."""
-    found = _SEALED.match(name)
+    found = _sealed(name)
     if not found:
         return ()
     following = f"{found['stem']}.{int(found['number']) + 1}{found['end']}"
     return following, f"{found['stem']}{found['end']}"
 
 
+def _sealed(name: str) -> re.Match[str] | None:
+    import re
+
+    return re.match(_SEALED, name)
+
+
 def sealed_number(name: str, stem: str, kind: str) -> int:
     """The number of a sealed file of this log; 0 for any other name."""
-    found = _SEALED.match(name)
+    found = _sealed(name)
     ours = found and found["stem"] == stem and found["end"] == EXTENSIONS[kind]
     return int(found["number"]) if found and ours else 0

@@ -7,25 +7,23 @@ as a warning, and said again when the logger is closed.
 from __future__ import annotations
 
 import atexit
-import json
-import operator
 import os
-import threading
 import time
-import warnings
 import weakref
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
 
-from verl_logsync.errors import LogsyncError, UsageError
-from verl_logsync.steplog.chain import Known
 from verl_logsync.steplog.identity import find_place, find_start, host_name
-from verl_logsync.steplog.jsonl_file import Fsync, JsonlFile, Store
+from verl_logsync.steplog.jsonl_file import JsonlFile
 from verl_logsync.steplog.layout import SCHEMA, TABLE, stem_of
 from verl_logsync.steplog.values import encode, encode_config, histogram, table
 
-Format = Literal["jsonl", "parquet"]
+TYPE_CHECKING = False  # what `typing` would say, without the time that it takes
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+    from typing import Any, Final
+
+    from verl_logsync.steplog.chain import Known
+    from verl_logsync.steplog.store import Format, Fsync, Store
 
 #: Where logs go unless told otherwise; the environment variable wins over the name.
 FOLDER_VARIABLE: Final = "VERL_LOGSYNC_STEP_LOG_DIR"
@@ -37,18 +35,28 @@ _LARGEST_CONFIG: Final = 1 << 20
 _open: Final[weakref.WeakSet[StepLogger]] = weakref.WeakSet()
 
 
-class StepLogReport(NamedTuple):
+class StepLogReport:
     """What became of everything that was logged.
 
     `dropped` counts records by reason, `left_out` single values of records that were written;
     `unsynced` is how often the system did not force the file to the disk when asked.
     """
 
-    path: str
-    written: int
-    dropped: Mapping[str, int]
-    left_out: Mapping[str, int]
-    unsynced: int = 0
+    __slots__ = ("dropped", "left_out", "path", "unsynced", "written")
+
+    def __init__(
+        self,
+        path: str,
+        written: int,
+        dropped: Mapping[str, int],
+        left_out: Mapping[str, int],
+        unsynced: int = 0,
+    ) -> None:
+        self.path = path
+        self.written = written
+        self.dropped = dropped
+        self.left_out = left_out
+        self.unsynced = unsynced
 
     @property
     def complete(self) -> bool:
@@ -110,6 +118,8 @@ class StepLogger:
         flush_records: int = 100,
         flush_seconds: float = 60.0,
     ) -> None:
+        import threading
+
         _check(format, max_bytes, fsync, flush_records)
         self._lock = threading.RLock()
         self._pid = os.getpid()
@@ -127,7 +137,7 @@ class StepLogger:
         self._config = self._masked(config)
         self._header: dict[str, Any] = {}
         root = directory or os.environ.get(FOLDER_VARIABLE) or FOLDER
-        folder = _folder(Path(root).absolute(), self._project, self._experiment)
+        folder = _folder(root, self._project, self._experiment)
         stem = stem_of(self._place.rank)
         self._store = self._make_store(
             format, folder, stem, max_bytes, fsync, flush_records, flush_seconds
@@ -225,7 +235,7 @@ class StepLogger:
         tables: Mapping[str, Any] | None,
         texts: Mapping[str, str] | None,
     ) -> bytes:
-        if not isinstance(data, Mapping):
+        if not _is_mapping(data):
             raise TypeError(f"{type(data).__name__} is no mapping")
         if histograms or tables or texts:
             data = self._gathered(data, histograms, tables, texts)
@@ -267,7 +277,7 @@ class StepLogger:
         merged = dict(data)
         for key, values in (histograms or {}).items():
             try:
-                merged[key] = values if isinstance(values, Mapping) else histogram(values)
+                merged[key] = values if _is_mapping(values) else histogram(values)
             except Exception as error:  # noqa: BLE001 - see `values.encode`
                 self._count_left_out({f"histogram: {error}": 1})
         for key, value in (tables or {}).items():
@@ -277,7 +287,7 @@ class StepLogger:
                 self._count_left_out({f"table: {error}": 1})
                 continue
             merged[key] = made
-            if isinstance(made, Mapping) and made.get("_type") == TABLE and "rows" in made:
+            if _is_mapping(made) and made.get("_type") == TABLE and "rows" in made:
                 self._count_left_out({"table rows": made["rows"] - len(made["data"])})
         merged.update(texts or {})
         return merged
@@ -338,7 +348,7 @@ class StepLogger:
             "dropped": self._dropped,
             "left_out": self._left_out,
         }
-        return json.dumps(end, separators=(",", ":")).encode() + b"\n"
+        return _line(end)
 
     # -- what goes wrong -------------------------------------------------------------------
 
@@ -359,6 +369,8 @@ class StepLogger:
             return
         if reason:
             self._warned.add(reason)
+        import warnings
+
         try:
             warnings.warn(f"step log: {message}", RuntimeWarning, stacklevel=4)
         except RuntimeWarning:
@@ -381,7 +393,7 @@ class StepLogger:
             "previous": previous,
             "opened": time.time(),
         }
-        return json.dumps(header, separators=(",", ":"), default=str).encode() + b"\n"
+        return _line(header)
 
     def _new_header(self, known: Known) -> dict[str, Any]:
         before, start, place = known.header, self._start, self._place
@@ -431,6 +443,8 @@ class StepLogger:
         if len(text) > _LARGEST_CONFIG:
             self._count_left_out({"config: too large": 1})
             return {}
+        import json
+
         from verl_logsync.secrets_mask import mask_config
 
         plain = json.loads(text)
@@ -438,6 +452,7 @@ class StepLogger:
 
     def _bound_to(self, folder: str | os.PathLike[str], file_name: str) -> str:
         from verl_logsync.binding import read_binding
+        from verl_logsync.errors import LogsyncError
 
         try:
             return read_binding(folder, file_name)
@@ -447,34 +462,57 @@ class StepLogger:
 
 
 def _check(kind: str, max_bytes: int | None, fsync: object, flush_records: int) -> None:
-    if kind not in ("jsonl", "parquet"):
-        raise UsageError(f'format {kind!r} is neither "jsonl" nor "parquet"')
-    if max_bytes is not None and max_bytes <= 0:
-        raise UsageError("max_bytes must be positive")
     number = isinstance(fsync, int | float) and not isinstance(fsync, bool) and fsync >= 0
-    if fsync not in ("never", "always") and not number:
-        raise UsageError(f'fsync {fsync!r} is neither "never", "always" nor seconds')
-    if flush_records <= 0:
-        raise UsageError("flush_records must be positive")
+    if kind not in ("jsonl", "parquet"):
+        wrong = f'format {kind!r} is neither "jsonl" nor "parquet"'
+    elif max_bytes is not None and max_bytes <= 0:
+        wrong = "max_bytes must be positive"
+    elif fsync not in ("never", "always") and not number:
+        wrong = f'fsync {fsync!r} is neither "never", "always" nor seconds'
+    elif flush_records <= 0:
+        wrong = "flush_records must be positive"
+    else:
+        return
+    from verl_logsync.errors import UsageError
+
+    raise UsageError(wrong)
 
 
-def _folder(root: Path, project: str, experiment: str) -> Path:
+def _folder(root: str | os.PathLike[str], project: str, experiment: str) -> Path:
     """Names may hold slashes (folders), but do not lead out of the root."""
+    from pathlib import Path
+
     parts = [p for name in (project, experiment) for p in name.split("/")]
     safe = [part.replace("\0", "") for part in parts if part not in ("", ".", "..")]
-    return root.joinpath(*safe)
+    return Path(root).absolute().joinpath(*safe)
+
+
+def _is_mapping(value: object) -> bool:
+    if type(value) is dict:
+        return True
+    from collections.abc import Mapping
+
+    return isinstance(value, Mapping)
 
 
 def _as_step(step: Any) -> int | None:
     """A step as a whole number of at most 63 bits; None for anything else."""
     if type(step) is int:
         return step if 0 <= step < 2**63 else None
+    import operator
+
     try:
         if hasattr(step, "is_integer") and step.is_integer():
             return _as_step(int(step))
         return _as_step(int(operator.index(step)))
     except Exception:  # noqa: BLE001 - see `values.encode`; a tensor may raise anything
         return None
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    import json
+
+    return json.dumps(record, separators=(",", ":"), default=str).encode() + b"\n"
 
 
 def _whole(value: Any, default: int) -> int:
@@ -496,6 +534,8 @@ def _close_all() -> None:
 
 def _let_go_in_child() -> None:
     """A forked child must neither write to its parent's file nor wait for its lock."""
+    import threading
+
     for logger in list(_open):
         logger._lock = threading.RLock()  # noqa: SLF001
         logger._store.forget()  # noqa: SLF001

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from verl_logsync.errors import UsageError
 from verl_logsync.steplog.chain import Known, parse_header
-from verl_logsync.steplog.jsonl_file import Fsync, HeaderMaker
 from verl_logsync.steplog.layout import (
     METADATA_KEY,
     MONO,
@@ -33,6 +32,8 @@ from verl_logsync.steplog.layout import (
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+    from verl_logsync.steplog.store import Fsync, HeaderMaker
 
 _KIND: Final = "parquet"
 #: So many flushes go into one file.

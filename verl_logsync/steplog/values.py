@@ -6,12 +6,14 @@ attributes. Whatever a value does when it is asked, `encode` returns.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
 
 from verl_logsync.steplog.layout import HISTOGRAM, LONGEST_RECORD, TABLE
+
+TYPE_CHECKING = False  # what `typing` would say, without the time that it takes
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from typing import Any, Final
 
 #: Bins of a histogram unless told otherwise. W&B shows at most 512.
 BINS: Final = 64
@@ -19,13 +21,6 @@ BINS: Final = 64
 TABLE_ROWS: Final = 100
 # More dimensions than numpy has.
 _DEEPEST: Final = 64
-
-
-class Encoded(NamedTuple):
-    """JSON text of a record's data, and what had to be left out: reason -> values."""
-
-    text: bytes
-    left_out: Mapping[str, int]
 
 
 def histogram(values: Any, bins: int = BINS) -> dict[str, Any]:
@@ -72,7 +67,7 @@ def table(
     return made if len(whole) <= limit else {**made, "rows": len(whole)}
 
 
-def encode(data: Mapping[str, Any]) -> Encoded:
+def encode(data: Mapping[str, Any]) -> tuple[bytes, Mapping[str, int]]:
     """JSON text of a record's data; values that cannot be written are left out and counted."""
     try:
         text = _encode(data).encode()
@@ -80,7 +75,7 @@ def encode(data: Mapping[str, Any]) -> Encoded:
     # `tolist`, a mapping that changes meanwhile): no value may end the training.
     except Exception:  # noqa: BLE001
         return _piecewise(data)
-    return Encoded(text, {}) if len(text) <= LONGEST_RECORD else _piecewise(data)
+    return (text, {}) if len(text) <= LONGEST_RECORD else _piecewise(data)
 
 
 def encode_config(config: Any) -> bytes:
@@ -89,6 +84,8 @@ def encode_config(config: Any) -> bytes:
     Raises:
         ValueError: it is nested too deeply, or holds itself.
     """
+    import json
+
     try:
         text = json.dumps(config, separators=(",", ":"), skipkeys=True, default=_mapping_or_text)
     except Exception as error:  # noqa: BLE001 - see `encode`
@@ -100,7 +97,7 @@ def _mapping_or_text(value: Any) -> Any:
     return dict(value.items()) if hasattr(value, "items") else str(value)
 
 
-def _piecewise(data: Mapping[str, Any]) -> Encoded:
+def _piecewise(data: Mapping[str, Any]) -> tuple[bytes, Mapping[str, int]]:
     """Each value by itself: the bad ones, and the largest ones of too many, are left out."""
     left_out: dict[str, int] = {}
     pieces: list[bytes] = []
@@ -113,7 +110,7 @@ def _piecewise(data: Mapping[str, Any]) -> Encoded:
     pieces, too_large = _fitting(pieces)
     if too_large:
         left_out["too large"] = too_large
-    return Encoded(b"{" + b",".join(pieces) + b"}", left_out)
+    return (b"{" + b",".join(pieces) + b"}", left_out)
 
 
 def _piece(key: Any, value: Any) -> tuple[bytes, str]:
@@ -181,6 +178,8 @@ def _from_array(value: Any) -> Any:
 
 def _flat(values: Any) -> list[float]:
     """The numbers in nested sequences, in order."""
+    from collections.abc import Iterable, Mapping
+
     numbers: list[float] = []
     level = [(values, 0)]
     while level:
@@ -198,4 +197,7 @@ def _flat(values: Any) -> list[float]:
     return numbers
 
 
-_encode: Final = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, default=_plain).encode
+def _encode(data: Mapping[Any, Any]) -> str:
+    import json
+
+    return json.dumps(data, separators=(",", ":"), ensure_ascii=False, default=_plain)

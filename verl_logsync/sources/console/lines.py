@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta, timezone
 from typing import Final, NamedTuple
 
+import orjson
+
 #: A longer line is never held in memory; W&B would not take it either.
 LONGEST_LINE: Final = (10 << 20) - (100 << 10)
 
@@ -43,6 +45,10 @@ _INNER_STAMP: Final = re.compile(rf"(?:[A-Z]+:)?{_STAMP}[\t :]")
 _NEVER_MORE: Final = 8
 
 
+# Docker's json-file driver: one object a line, whose text has a line end unless it is a piece.
+_DOCKER: Final = b'{"log":"'
+
+
 class Stretch(NamedTuple):
     """Whole lines of a file, joined by line feeds.
 
@@ -76,6 +82,39 @@ def stretches(pieces: Iterable[bytes]) -> Iterator[Stretch]:
         held, dropped, too_long = piece[cut + 1 :], 0, False
     if held:
         yield Stretch(number, offset, held, ended=False, too_long=too_long)
+
+
+def plain_lines(lines: list[bytes]) -> list[bytes]:
+    """The lines of a file without the JSON that Docker wraps each of them in."""
+    if not any(line.startswith(_DOCKER) for line in lines):
+        return lines
+    return [plain_line(line) if line.startswith(_DOCKER) else line for line in lines]
+
+
+def plain_line(line: bytes) -> bytes:
+    """A line of Docker's json-file log as containerd writes it; any other line as it is.
+
+    A damaged one stays wrapped, and gives no record: its last value may be cut.
+    """
+    if not line.startswith(_DOCKER):
+        return line
+    try:
+        entry = orjson.loads(line)
+        text, time = entry["log"], entry.get("time")
+    except (ValueError, KeyError):
+        return line
+    if type(text) is not str:
+        return line
+    shown = text.rstrip("\n").replace("\n", " ")
+    if type(time) is str and re.fullmatch(_STAMP, time):
+        stream = "stderr" if entry.get("stream") == "stderr" else "stdout"
+        shown = f"{time} {stream} {'F' if text.endswith(chr(10)) else 'P'} {shown}"
+    return shown.encode(errors="replace")
+
+
+def still_wrapped(line: bytes) -> bool:
+    """Whether a line that was made plain is a damaged or unfinished one of Docker's."""
+    return line.startswith(_DOCKER)
 
 
 def _without_mark(pieces: Iterable[bytes]) -> Iterator[bytes]:

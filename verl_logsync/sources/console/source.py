@@ -18,7 +18,7 @@ from verl_logsync.regular import is_there
 from verl_logsync.sources.console.attempts import collect
 from verl_logsync.sources.console.blocks import names_of
 from verl_logsync.sources.console.ending import ending
-from verl_logsync.sources.console.lines import content, stretches, without_ansi
+from verl_logsync.sources.console.lines import content, plain_line, stretches, without_ansi
 from verl_logsync.sources.console.records import Record, parse_record
 from verl_logsync.sources.console.transcript import (
     Began,
@@ -264,7 +264,7 @@ def _last_record(candidate: Candidate) -> Record | None:
             return None
         for line in reversed(tail.split(b"\n")[:-1]):  # what follows the last line end may be cut
             if b"step:" in line:
-                text = content(without_ansi(line.decode(errors="replace"))).text
+                text = content(without_ansi(plain_line(line).decode(errors="replace"))).text
                 record = parse_record(text)
                 if record is not None:
                     return record

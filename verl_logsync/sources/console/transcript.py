@@ -28,7 +28,10 @@ from verl_logsync.sources.console.lines import (
     content,
     inner_stamp,
     last_return,
+    plain_line,
+    plain_lines,
     shown,
+    still_wrapped,
     without_ansi,
 )
 from verl_logsync.sources.console.records import (
@@ -210,12 +213,22 @@ class Transcript:
             yield from self._last(stretch)
             return
         data = stretch.data
-        lines, forms = data.split(b"\n"), data.translate(None, _DIGITS).split(b"\n")
+        raw = data.split(b"\n")
+        lines = plain_lines(raw)
+        if lines is not raw:
+            data = b"\n".join(lines)
+            self._damaged(lines, raw, stretch.number, stretch.offset)
+        forms = data.translate(None, _DIGITS).split(b"\n")
         begun, offset = 0, stretch.offset
         if stretch.too_long:
             self._too_long(stretch)
-            begun, offset = 1, offset + len(lines[0]) + 1
+            begun, offset = 1, offset + len(raw[0]) + 1
         kinds = self._kinds(forms)
+        if lines is not raw:  # a damaged line of Docker's means nothing
+            kinds = [
+                kind & ~_MARK if still_wrapped(line) else kind
+                for kind, line in zip(kinds, lines, strict=True)
+            ]
         marked = [index for index, kind in enumerate(kinds) if kind]
         index = begun
         while index < len(lines):
@@ -225,9 +238,9 @@ class Transcript:
                     break
                 index = marked[position]
             self._noise(lines[begun:index])
-            offset += sum(map(len, lines[begun:index])) + index - begun
+            offset += sum(map(len, raw[begun:index])) + index - begun
             yield from self._line(lines[index], stretch.number + index, offset, kinds[index])
-            offset += len(lines[index]) + 1
+            offset += len(raw[index]) + 1
             begun = index = index + 1
         self._noise(lines[begun:])
 
@@ -305,10 +318,11 @@ class Transcript:
 
     def _last(self, stretch: Stretch) -> Iterator[Event]:
         """What follows the last line feed: its writer has not finished it."""
-        text = without_ansi(stretch.data.decode(errors="replace"))
+        text = without_ansi(plain_line(stretch.data).decode(errors="replace"))
         inside = content(text)
         at = Printed(stretch.number, stretch.offset, inside.owner, inside.stamp)
-        starts = record_start(inside.text) is not None
+        wrapped = still_wrapped(stretch.data) and "step:" in text
+        starts = wrapped or record_start(inside.text) is not None
         if self._open is not None:
             before, broken, partial = self._open
             if partial or (inside.bare and not starts and self._may_go_on(broken)):
@@ -348,6 +362,13 @@ class Transcript:
     def _unfinished(self, at: Printed) -> None:
         self._open = None
         self._notes.skip(at, SkipReason.PARTIAL_LINE, _UNFINISHED)
+
+    def _damaged(self, lines: list[bytes], raw: list[bytes], number: int, offset: int) -> None:
+        """Say which lines of Docker's log cannot be unwrapped although a record is in them."""
+        for index, line in enumerate(lines):
+            if still_wrapped(line) and b"step:" in line:
+                at = Printed(number + index, offset + sum(map(len, raw[:index])) + index, "", None)
+                self._notes.skip(at, SkipReason.MALFORMED, "a damaged line of Docker's log", 1)
 
     def _too_long(self, stretch: Stretch) -> None:
         at = Printed(stretch.number, stretch.offset, "", None)
