@@ -28,11 +28,16 @@ _ODD: Final = np.uint64(0x9E3779B97F4A7C15)
 
 
 def row_digests(history: History) -> _Hashes:
-    """One digest per row of a history, shape (rows,), uint64; derived columns do not count."""
+    """One digest per row of a history, shape (rows,), uint64; derived values do not count."""
     total: _Hashes = _mix(history.steps.astype(np.uint64))
     for name in history.table.column_names:
-        if name not in AXES and name not in history.added:
-            total = total + _column_hashes(name, history.table.column(name))
+        if name in AXES or (name in history.added and name not in history.logged_from):
+            continue
+        hashes = _column_hashes(name, history.table.column(name))
+        if name in history.added:
+            is_logged = history.steps >= history.logged_from[name]
+            hashes = np.where(is_logged, hashes, np.uint64(0))
+        total = total + hashes
     return total
 
 

@@ -62,18 +62,25 @@ def held_rows(
     return Held(part.steps, digests)
 
 
-def held_from_rows(rows: Iterable[Mapping[str, Any]], added: Collection[str]) -> Held:
+def held_from_rows(
+    rows: Iterable[Mapping[str, Any]],
+    added: Collection[str],
+    logged_from: Mapping[str, int],
+) -> Held:
     """The same from the rows themselves, as the server returns them.
 
     Args:
         added: derived columns, which are no part of a row's identity.
+        logged_from: the steps from which on some of them are logged, and are.
     """
     left_out = {*AXES, *added}
     builder = TableBuilder()
     steps: list[int] = []
     for row in rows:
-        steps.append(int(row.get(STEP, -1)))
-        builder.add({key: value for key, value in row.items() if key not in left_out})
+        step = int(row.get(STEP, -1))
+        steps.append(step)
+        logged = {key for key, first in logged_from.items() if step >= first}
+        builder.add({k: v for k, v in row.items() if k not in left_out or k in logged})
     table = pa.table({STEP: pa.array(steps, type=pa.int64()), **builder.columns()})
     history = History(table, np.zeros(len(steps), dtype=np.int64))
     return Held(history.steps, row_digests(history))

@@ -428,13 +428,15 @@ Clock = Literal["recorded", "estimated", "unknown"]
 class History:
     """The aligned table of a run: one row a step, ascending; `attempts` says whose row it is.
 
-    Columns in `added` were derived, not logged; a row's identity is what was logged.
+    Columns in `added` were derived, not logged; a row's identity is what was logged. Those in
+    `logged_from` are derived up to that step only: rows from there on log them.
     """
 
     table: pa.Table
     attempts: np.ndarray[Any, np.dtype[np.int64]]
     clock: Clock = "unknown"
     added: frozenset[str] = frozenset()
+    logged_from: Mapping[str, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
@@ -494,8 +496,8 @@ class Marker:
     are the first records' digests of its files, `digest` covers its rows up to `last_step`,
     `clock` pins what the estimated clock settled on (see `verl_logsync.clock`), and `events` and
     `logs` say in which order system metrics and console lines of which log were sent.
-    `diagnostics` say what derived the columns `added` of which rows, and `alerts` name what was
-    alerted.
+    `diagnostics` say what derived the columns `added` of which rows, `logged_from` from which step
+    on some of them are logged, and `alerts` name what was alerted.
     """
 
     names_key: str
@@ -509,6 +511,7 @@ class Marker:
     diagnostics: tuple[DerivedBy, ...] = ()
     added: frozenset[str] = frozenset()
     alerts: tuple[str, ...] = ()
+    logged_from: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -367,6 +367,7 @@ def _marker(situation: Situation, decision: _Decision, along: Lacking, digests: 
         tuple(
             dict.fromkeys((*(before.alerts if before else ()), *_alert_keys(situation, decision)))
         ),
+        history.logged_from,
     )
 
 

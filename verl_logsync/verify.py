@@ -88,7 +88,7 @@ def verify_rows(plan: UploadPlan, meant: Held, rows: Iterable[Mapping[str, Any]]
     stored = list(rows)
     if not stored and plan.expect.lines:
         return Verdict(False, ROWS_READ, ("the server returned no rows: values not verified",))
-    found = held_from_rows(stored, plan.marker.added)
+    found = held_from_rows(stored, plan.marker.added, plan.history.logged_from)
     sent = (*AXES[1:], *sorted(plan.history.added))
     wrong = list(_sent_differences(plan, stored, sent))
     length = min(len(meant.steps), len(found.steps))

@@ -182,6 +182,84 @@ def test_a_run_keeps_its_set_of_columns_over_an_update(sick, upload, one_run, mo
     assert later & set(one_run().config["verl_logsync"]["added"])
 
 
+@pytest.fixture
+def later_logged(tmp_path):
+    """A run whose trainer logs reward/mean itself, as an integer, from step 21 on, and in that step
+    something that is called as a column of ours."""
+    run = simulate(steps=60, seed=1)
+    log = tmp_path / "logs" / "grpo" / "later.jsonl"
+    log.parent.mkdir(parents=True)
+
+    def write(last: int, *, first: int = 0, changed: int = -1) -> Path:
+        lines = []
+        for line in run.write(tmp_path / "whole").read_text().splitlines():
+            row = json.loads(line)
+            step = row["step"]
+            if step > 20:
+                row["data"]["reward/mean"] = 1000 + step + (step == changed)
+            if step == 21:
+                row["data"]["health/worst"] = 7
+            if first <= step <= last:
+                lines.append(json.dumps(row))
+        log.write_text("".join(f"{line}\n" for line in lines))
+        os.utime(log, (time.time() - 7200 + last,) * 2)
+        return log
+
+    return write
+
+
+def _rewards(run) -> dict[int, float]:
+    return {row["_step"]: row["reward/mean"] for row in run.rows if "reward/mean" in row}
+
+
+def test_a_key_that_is_derived_first_and_logged_later(later_logged, upload, one_run):
+    """Logged values arrive as they are and derived ones stay, no row is sent twice, also from a
+    machine without memory, with or without diagnostics, and every value is verified."""
+    assert upload.here(later_logged(20)).code == 0
+    derived = _rewards(one_run())
+    assert list(derived) == list(range(1, 21))
+    log = later_logged(40)
+    more = upload.here(log, verify="full")
+    assert (more.code, more.rows_sent) == (0, 20)
+    assert _rewards(one_run()) == derived | {step: 1000 + step for step in range(21, 41)}
+    judged = {row["_step"]: row.get("health/worst") for row in one_run().rows}
+    assert judged == {0: None, **dict.fromkeys(range(1, 41), 0), 21: 7} | dict.fromkeys(
+        range(22, 41)
+    )
+    for settings in ({}, {"diagnostics": False}):
+        upload.from_another_machine()
+        again = upload.here(log, verify="full", **settings)
+        assert (again.code, again.rows_sent) == (0, 0)
+    assert one_run().rewinds == []
+
+
+def test_what_is_logged_later_is_part_of_its_rows(later_logged, upload, one_run):
+    """A logged value that changes after it was sent is noticed, although the key was derived
+    before; a run that is sent whole has the same values as one that was sent in pieces."""
+    upload.here(later_logged(20))
+    upload.here(later_logged(40))
+    upload.here(later_logged(41, changed=30))
+    pieces = _rewards(one_run())
+    assert one_run().rewinds
+    assert pieces[30] == 1031
+    again = upload.here(later_logged(41, changed=30), recompute=True, verify="full")
+    assert (again.code, again.rows_sent) == (0, 42)
+    assert _rewards(one_run()) == pieces
+
+
+def test_rows_that_only_the_server_has_keep_what_they_logged(later_logged, upload, one_run):
+    """When the log was truncated at a restart, logged values of a key that was derived before are
+    not taken for derived ones."""
+    upload.here(later_logged(20))
+    upload.here(later_logged(40))
+    whole = [dict(row) for row in one_run().rows]
+    result = upload.here(later_logged(50, first=35), verify="full")
+    assert (result.code, result.rows_sent) == (0, 10), result.report
+    assert [dict(row) for row in one_run().rows][:41] == whole
+    assert _rewards(one_run())[50] == 1050
+    assert one_run().rewinds == []
+
+
 def test_another_machine_sends_nothing(sick, upload, one_run, tmp_path):
     """Without the ledger, and with other diagnostics, the rows on the server are still ours."""
     log = sick(60)

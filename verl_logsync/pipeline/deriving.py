@@ -14,12 +14,13 @@ from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from verl_logsync.columns import STEP, TIMESTAMP, as_numbers
 from verl_logsync.diagnostics import DiagnoseOptions, Diagnosis, Finding, diagnose
 from verl_logsync.diagnostics.canonical import is_fully_async
 from verl_logsync.diagnostics.rules import PREFIX, WORST
-from verl_logsync.diagnostics.series import Frame
+from verl_logsync.diagnostics.series import Frame, filled
 from verl_logsync.diagnostics.tables import SAMPLES, sample_tables
 from verl_logsync.diagnostics.wording import summed_up
 from verl_logsync.errors import InputError, LogsyncError
@@ -116,15 +117,33 @@ def diagnosed(engine: Engine, loaded: Loaded, columns_of: str = "") -> Diagnosed
 
 
 def _with_columns(history: History, columns: Mapping[str, Any]) -> History:
-    """The history with those columns that were not logged, and hold anything."""
+    """The history with those columns that hold anything, up to where they are logged."""
     table = history.table
-    added = set()
+    added: set[str] = set()
+    logged_from: dict[str, int] = {}
     for name, whole in columns.items():
         column = _from_first_alarm(name, whole)
-        if name not in table.column_names and column.null_count < len(column):
+        if name in table.column_names:
+            place, logged = table.column_names.index(name), table.column(name)
+            row = _first_there(logged)
+            column = _up_to(column, row)
+            if column.null_count < len(column):
+                table = table.set_column(place, name, filled(logged, column))
+                added.add(name)
+                logged_from[name] = int(history.steps[row])
+        elif column.null_count < len(column):
             table = table.append_column(name, column)
             added.add(name)
-    return replace(history, table=table, added=history.added | added)
+    return replace(history, table=table, added=history.added | added, logged_from=logged_from)
+
+
+def _first_there(column: Any) -> int:
+    """The first row that has a value; 0 if none has, for then nothing is known of the key."""
+    return int(column.is_valid().to_numpy().argmax()) if len(column) else 0
+
+
+def _up_to(column: Any, row: int) -> Any:
+    return pc.if_else(pa.array(np.arange(len(column)) < row), column, pa.scalar(None, column.type))
 
 
 def _from_first_alarm(name: str, column: Any) -> Any:

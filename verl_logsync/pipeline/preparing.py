@@ -97,7 +97,7 @@ def _prepare(engine: Engine, sink: Sink, run: RunSources, remote: RemoteState | 
     confirmed = engine.ledger.confirmed(run.target) if engine.ledger is not None else None
     loaded = load(engine, run, _pins(remote, confirmed) or sink.pins(run.target))
     if remote is not None and remote.lines and _starts_late(loaded, confirmed):
-        rows = _logged(sink.rows(run.target), _added(remote))
+        rows = _logged(sink.rows(run.target), remote)
         loaded = _with_stored_rows(engine, loaded, rows, _pins(remote, confirmed))
     if engine.settings.diagnostics:
         loaded = diagnosed_or_plain(engine, loaded, _columns_of(engine, remote))
@@ -126,11 +126,16 @@ def _starts_late(loaded: Loaded, confirmed: Confirmed | None) -> bool:
     return confirmed is None or bool(confirmed.steps[0] < loaded.history.steps[0])
 
 
-def _logged(
-    rows: Iterable[Mapping[str, object]], added: frozenset[str]
-) -> list[Mapping[str, object]]:
+def _logged(rows: Iterable[Mapping[str, Any]], remote: RemoteState) -> list[Mapping[str, Any]]:
     """Rows as they were logged, without what was derived from them."""
-    return [{key: row[key] for key in row if key not in added} for row in rows]
+    if remote.marker is None:
+        return list(rows)
+    never = dict.fromkeys(remote.marker.added, math.inf)
+    derived_to = {**never, **remote.marker.logged_from}
+    return [
+        {key: row[key] for key in row if row[STEP] >= derived_to.get(key, -math.inf)}
+        for row in rows
+    ]
 
 
 def _with_stored_rows(
@@ -194,12 +199,11 @@ def planned_with(
     settings, run = engine.settings, loaded.run
     ready = readiness_of(loaded, settings, engine.now())
     history = loaded.history.head(ready.rows)
-    # What was derived once is no part of a row's identity, also if it is logged by now.
-    history = replace(history, added=history.added | _added(remote))
+    history = _with_added(history, _added(remote))
     held = held_rows(history, remote, confirmed)
     if held is None:
         assert remote is not None, "without a run nothing is held"
-        held = _read_held(sink, run.target, remote, history.added)
+        held = _read_held(sink, run.target, remote, history)
     extra = loaded.around.extra
     if remote is not None and (extra.files or extra.artifacts):
         remote = sink.with_parts(run.target, remote)
@@ -246,9 +250,22 @@ def _added(remote: RemoteState | None) -> frozenset[str]:
     return remote.marker.added if remote is not None and remote.marker is not None else frozenset()
 
 
-def _read_held(sink: Sink, target: Target, remote: RemoteState, added: frozenset[str]) -> Held:
+def _with_added(history: History, added: frozenset[str]) -> History:
+    """With what was derived once: it is no part of a row's identity, up to where it is logged."""
+    logged = {
+        name: int(history.steps[int(valid.argmax())])
+        for name in added - history.added
+        if name in history.table.column_names
+        and (valid := history.table.column(name).is_valid().to_numpy()).any()
+    }
+    return replace(
+        history, added=history.added | added, logged_from={**history.logged_from, **logged}
+    )
+
+
+def _read_held(sink: Sink, target: Target, remote: RemoteState, history: History) -> Held:
     """All rows that the server holds; fewer than it counts prove nothing."""
-    held = held_from_rows(sink.rows(target), added)
+    held = held_from_rows(sink.rows(target), history.added, history.logged_from)
     if len(held.steps) != remote.lines:
         raise RefusedByServer(
             f"the server counts {remote.lines} rows of this run but gives {len(held.steps)} back, "

@@ -195,6 +195,7 @@ def marker_value(marker: Marker) -> dict[str, Any]:
         "diagnostics": [asdict(by) for by in marker.diagnostics],
         "added": sorted(marker.added),
         "alerts": list(marker.alerts),
+        "logged_from": dict(marker.logged_from),
     }
 
 
@@ -215,6 +216,7 @@ def read_marker(stored: object) -> Marker | None:
             _derived_by(stored.get("diagnostics") or ()),
             frozenset(map(str, stored.get("added") or ())),
             tuple(map(str, stored.get("alerts") or ())),
+            {str(k): int(v) for k, v in dict(stored.get("logged_from") or {}).items()},
         )
     except (KeyError, TypeError, ValueError):
         return None
