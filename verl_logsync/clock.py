@@ -136,7 +136,7 @@ def _timed(
 
     `window` lies between the known end of the attempts before and the start of the next.
     """
-    with_clock = _without_skew(attempt.readings)
+    with_clock = _without_skew([(file, _without_empty_clock(r)) for file, r in attempt.readings])
     recorded = [r.rows for _, r in with_clock if TIMESTAMP in r.rows.schema.names]
     readings = [
         (file, reading)
@@ -145,6 +145,14 @@ def _timed(
         for file, reading in with_clock
     ]
     return AttemptReading(attempt.attempt, tuple(readings)), _kind(readings, recorded)
+
+
+def _without_empty_clock(reading: Reading) -> Reading:
+    """A start without times in a file of which other starts have some is one without a clock."""
+    rows = reading.rows
+    if TIMESTAMP not in rows.schema.names or len(_finite(rows, TIMESTAMP)) or not rows.num_rows:
+        return reading
+    return replace(reading, rows=rows.drop_columns([TIMESTAMP]))
 
 
 def _kind(readings: Sequence[tuple[LogFile, Reading]], recorded: Sequence[pa.Table]) -> Clock:

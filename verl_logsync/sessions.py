@@ -250,9 +250,9 @@ def _together(one: _Piece, other: _Piece) -> bool:
         return same_id or _started_together(one, other)  # ranks that may not know of one another
     if one.attempt_id and other.attempt_id:
         return same_id
-    if one.attempt == other.attempt and one.alone and other.alone:
-        return True  # as the catalog says
     agree = _agree(one.reading, other.reading)
+    if one.attempt == other.attempt and one.alone and other.alone:
+        return agree is not False  # as the catalog says, unless their values say otherwise
     return agree if agree is not None else _same_first_step(one, other)
 
 
@@ -325,7 +325,8 @@ def _is_before(piece: _Piece, other: _Piece) -> bool:
         return piece.started_at < other.started_at
     if piece.attempt != other.attempt:
         return piece.attempt < other.attempt
-    return (piece.first_step or 0) < (other.first_step or 0)
+    first, second = piece.first_step or 0, other.first_step or 0
+    return (first, piece.file.stamp.mtime) < (second, other.file.stamp.mtime)
 
 
 def _attempt(

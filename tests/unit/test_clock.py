@@ -171,6 +171,30 @@ def test_an_attempt_ends_before_the_next_begins(tmp_path, age):
     assert frame["_timestamp"][10] <= START + SECONDS[11] + 1
 
 
+@pytest.mark.parametrize("stamps_first", [False, True])
+def test_one_start_of_a_console_without_stamps(stamps_first, tmp_path, age):
+    """A console of which only one start was stamped: the other's times are estimated, and none of
+    its steps is without a time."""
+    plain = "".join(
+        f"step:{step} - " + " - ".join(f"{k}:{v}" for k, v in values.items()) + "\n"
+        for step, values in (rows(0, 9) if not stamps_first else rows(6, 14, value=2.0))
+    )
+    known = stamped(0, 9, START) if stamps_first else stamped(6, 14, START, value=2.0)
+    console = tmp_path / "train.log"
+    console.write_text(known + plain if stamps_first else plain + known)
+    age(console, 600)
+    result, frame = loaded(tmp_path)
+    assert result.history.clock == "estimated"
+    times = frame["_timestamp"].astype(float)
+    assert list(frame.index) == list(range(15))
+    assert times.is_monotonic_increasing and times.notna().all()
+    assert frame["_runtime"].astype(float).is_monotonic_increasing
+    sure = range(6) if stamps_first else range(6, 15)
+    assert times[list(sure)].tolist() == pytest.approx(
+        ends(START, 0, 9)[:6] if stamps_first else ends(START, 6, 14), abs=1e-5
+    )
+
+
 def test_a_log_whose_steps_all_have_times_elsewhere(tmp_path):
     """A JSONL that the console covers wholly adds no time, no start and no warning."""
     write_verl_log(tmp_path / "grpo/exp.jsonl", rows(11, 30, 2.0))

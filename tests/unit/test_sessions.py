@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,38 @@ def test_half_a_start_in_each_file():
     history, account = align(sort_out(found), PRECISIONS, Policy())
     assert len(history) == 21
     assert (account.superseded, account.balanced) == (0, True)
+
+
+def test_values_count_more_than_first_steps_when_two_starts_resume_at_one_checkpoint():
+    """Two starts from one checkpoint have one first step, so the catalog may give the console of
+    the one to the log of the other: values that differ part them, in the order of their files.
+    """
+    third, fourth = rows_of(2, 13, 18), rows_of(3, 13, 19)
+    swapped = [
+        attempt(("third", "verl_file", third, {}), ("run4", "console", fourth, {})),
+        attempt(("fourth", "verl_file", fourth, {}), ("run3", "console", third, {})),
+    ]
+    starts = [
+        [("run3", 13, 18), ("third", 13, 18)],
+        [("fourth", 13, 19), ("run4", 13, 19)],
+    ]
+    assert told(sort_out(swapped)) == starts
+
+
+def test_a_console_older_than_the_log_of_its_first_step_is_the_earlier_start():
+    """Where only the newest JSONL is left, the console of a start before from the same checkpoint
+    is placed in front of it by its modification time."""
+    old, new = rows_of(2, 7, 16), rows_of(3, 7, 17)
+    (one,) = [attempt(("exp", "verl_file", new, {}), ("run3", "console", old, {}))]
+    aged = [
+        (replace(f, stamp=Stamp(1, 0, 1, 1)) if f.path.name == "run3" else f, r)
+        for f, r in one.readings
+    ]
+    attempts = [
+        AttemptReading(one.attempt, tuple(aged)),
+        attempt(("run4", "console", new, {})),
+    ]
+    assert told(sort_out(attempts)) == [[("run3", 7, 16)], [("exp", 7, 17), ("run4", 7, 17)]]
 
 
 def test_rows_only_the_console_has_stay_in_the_first_attempt():
