@@ -172,7 +172,8 @@ def _copied(file: LogFile, folders: Sequence[Path]) -> str:
     return (
         f"{mine} is bound to run {file.facts.run_id}, and so is {others}: the binding was copied "
         "with the checkpoints, and is not followed here. If this is another experiment, remove the "
-        f"small file with that id in {quoted(mine)}; if it is the same, say so: --run NAME=GLOB"
+        f"small file with that id in {quoted(mine)}; if it is the same, say so: "
+        f"{run_flag('NAME', str(mine))}, with the logs of that run in the same way"
     )
 
 

@@ -190,7 +190,7 @@ def later_logged(tmp_path):
     log = tmp_path / "logs" / "grpo" / "later.jsonl"
     log.parent.mkdir(parents=True)
 
-    def write(last: int, *, first: int = 0, changed: int = -1) -> Path:
+    def write(last: int, *, first: int = 0, changed: int = -1):
         lines = []
         for line in run.write(tmp_path / "whole").read_text().splitlines():
             row = json.loads(line)
