@@ -13,6 +13,8 @@ from verl_logsync.rollouts.values import ReductionOptions
 
 PATTERNS = ReductionOptions(answer_pattern=r"#### (.+)", format_pattern="^The |^Then ")
 MEGABYTE = 1 << 20
+#: Answers of up to so many characters: rows of about 1.6 kB, in which each row's share counts.
+SHORT = 1300
 MOST_MEMORY = 400
 
 _PEAK = """
@@ -28,13 +30,15 @@ print(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1])
 def bench(session: Session) -> list[Line]:
     """One dump; a large one besides where the session asks for it."""
     if session.quick:
-        return _one_size(session, 10, 2)
-    return _one_size(session, 200, 5) + (_one_size(session, 2048, 1) if session.large else [])
+        return _one_size(session, 10, 2) + _one_size(session, 10, 5, SHORT)
+    lines = _one_size(session, 200, 5) + _one_size(session, 100, 5, SHORT)
+    return lines + (_one_size(session, 2048, 1) if session.large else [])
 
 
-def _one_size(session: Session, megabytes: int, repeats: int) -> list[Line]:
+def _one_size(session: Session, megabytes: int, repeats: int, characters: int = 4000) -> list[Line]:
     folder = session.made(
-        f"rollouts-{megabytes}", lambda place: rollout_dump(place / "1.jsonl", megabytes * MEGABYTE)
+        f"rollouts-{megabytes}-{characters}",
+        lambda place: rollout_dump(place / "1.jsonl", megabytes * MEGABYTE, characters=characters),
     )
     path = folder / "1.jsonl"
     rows = reduce_file(path).rows

@@ -15,6 +15,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -92,6 +93,8 @@ class GroupKeys:
 
     def _remember(self, prompts: Sequence[int], keys: Sequence[Any]) -> None:
         known = self._digests
+        if known.keys() >= set(prompts):
+            return
         for prompt, key in dict(zip(prompts, keys, strict=True)).items():
             if prompt not in known:
                 if len(known) >= MOST_PROMPTS:
@@ -152,14 +155,14 @@ _NO_UID: Final = -3
 def _all_parts(uids: Sequence[Any]) -> Sequence[Iterable[int]]:
     """Hashes of groups, sessions, indices (or marks) of many uids; at once if they are alike."""
     try:
-        groups, *numbers = zip(*(uid.rsplit("_", 2) for uid in uids), strict=True)
-    except (AttributeError, ValueError):
+        groups, *numbers = zip(*map(str.rsplit, uids, repeat("_"), repeat(2)), strict=True)
+    except (TypeError, ValueError):
         return tuple(zip(*map(_parts, uids), strict=True))
     digits = "".join(map("".join, numbers))
     whole = len(numbers) == 2 and digits.isascii() and digits.isdecimal()
     if not whole or not all(0 < len(text) < 10 for column in numbers for text in set(column)):
         return tuple(zip(*map(_parts, uids), strict=True))
-    if any(group.startswith("pad") for group in groups):
+    if "\0pad" in "\0".join(("", *groups)):
         return tuple(zip(*map(_parts, uids), strict=True))
     return tuple(map(hash, groups)), tuple(map(int, numbers[0])), tuple(map(int, numbers[1]))
 

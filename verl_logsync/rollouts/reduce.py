@@ -349,14 +349,12 @@ def _agreement(
 
 
 def _groups(shelf: Shelf) -> Groups:
-    rows = zip(
-        shelf.names,
-        shelf.sizes.tolist(),
-        shelf.means.tolist(),
-        shelf.spreads.tolist(),
-        strict=True,
-    )
-    ordered = sorted(rows, key=lambda row: tuple(map(_sortable, row)))
+    columns = (shelf.sizes.tolist(), shelf.means.tolist(), shelf.spreads.tolist())
+    rows = zip(shelf.names, *columns, strict=True)
+    if np.isfinite(shelf.means).all() and np.isfinite(shelf.spreads).all():
+        ordered = sorted(rows)
+    else:
+        ordered = sorted(rows, key=lambda row: tuple(map(_sortable, row)))
     return Groups(*map(tuple, zip(*ordered, strict=True))) if ordered else Groups()
 
 

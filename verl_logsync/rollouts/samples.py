@@ -6,7 +6,6 @@ Which they are is known at the end of the pass, so only their rows are read agai
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
@@ -23,6 +22,7 @@ CHANGED: Final = "the file changed while it was read"
 
 _Floats = np.ndarray[Any, np.dtype[np.float64]]
 _Ints = np.ndarray[Any, np.dtype[np.int64]]
+_Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,26 +44,33 @@ class Shelf:
 
 def choose(shelf: Shelf, count: int) -> list[tuple[str, int]]:
     """So many best, worst and most split groups, none of them twice."""
-    means, spreads, sizes = shelf.means.tolist(), shelf.spreads.tolist(), shelf.sizes.tolist()
+    sizes = shelf.sizes.tolist()
     firsts = np.minimum.reduceat(shelf.offsets, shelf.starts).tolist() if sizes else []
-    whole = [g for g, mean in enumerate(means) if math.isfinite(mean)]
-    split = [g for g in whole if spreads[g] > 0]
+    whole = np.isfinite(shelf.means)
+    with np.errstate(invalid="ignore"):
+        split = whole & (shelf.spreads > 0)
+    free = np.ones(len(sizes), dtype=bool)
     chosen: list[tuple[str, int]] = []
-    taken: set[int] = set()
     for why, groups, sign, values in (
-        ("best", whole, -1, means),
-        ("worst", whole, 1, means),
-        ("most split", split, -1, spreads),
+        ("best", whole, -1, shelf.means),
+        ("worst", whole, 1, shelf.means),
+        ("most split", split, -1, shelf.spreads),
     ):
-        keys = (
-            (sign * values[g], -sizes[g], shelf.names[g], firsts[g], g)
-            for g in groups
-            if g not in taken
-        )
+        front = _front(sign * values, groups & free, count)
+        keys = ((sign * values[g], -sizes[g], shelf.names[g], firsts[g], g) for g in front)
         fresh = [key[-1] for key in nsmallest(count, keys)]
-        taken.update(fresh)
+        free[fresh] = False
         chosen.extend((why, group) for group in fresh)
     return chosen
+
+
+def _front(values: _Floats, among: _Flags, count: int) -> list[int]:
+    """The places of the lowest so many values, and of all that are equal to the last of them."""
+    places = np.flatnonzero(among)
+    if count and len(places) > count:
+        last = np.partition(values[places], count - 1)[count - 1]
+        places = places[values[places] <= last]
+    return [int(place) for place in places]
 
 
 def read_samples(
