@@ -404,3 +404,15 @@ def test_the_gate(sick, upload):
     assert upload.text(log, "--fail-on", "critical", verb="diagnose")[0] == 8
     healthy = sick(20)
     assert upload.text(healthy, "--fail-on", "critical", verb="diagnose")[0] == 0
+
+
+def test_what_diagnose_could_not_use_is_said(sick, upload):
+    """Damaged records of a log are named by diagnose, and its exit code tells, as with scan."""
+    log = sick(20)
+    with log.open("ab") as file:
+        file.write(b"\x00\xff no record\n")
+    code, text = upload.text(log, verb="diagnose")
+    assert code == 3, text
+    assert f"skipped {log}:" in text
+    (run,) = json.loads(upload.text(log, "--json", verb="diagnose")[1])["runs"]
+    assert [skip["reason"] for skip in run["skips"]] == ["malformed record"]

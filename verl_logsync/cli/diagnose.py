@@ -40,7 +40,7 @@ def diagnose(
     from verl_logsync.errors import ExitCode, LogsyncError
     from verl_logsync.model import HARMLESS
     from verl_logsync.reports.findings import diagnosis_lines
-    from verl_logsync.reports.text import error_lines, problem_lines
+    from verl_logsync.reports.text import error_lines, left_out_lines, problem_lines
 
     found, results = api.diagnose_paths(paths, settings)
     if as_json:
@@ -52,6 +52,7 @@ def diagnose(
             else:
                 rows = len(result.loaded.history)
                 lines = list(diagnosis_lines(run, rows, result.diagnosis, verbose=verbose))
+                lines.extend(left_out_lines(_problems(result)))
             for line in lines:
                 say(line)
         for line in problem_lines(found.skips):
@@ -60,8 +61,15 @@ def diagnose(
             say("nothing to diagnose: no log was recognised")
     if fail_on and any(_is_as_grave(result, fail_on) for _, result in results):
         return int(ExitCode.GATE)
-    bad = any(isinstance(result, LogsyncError) for _, result in results)
+    bad = any(isinstance(result, LogsyncError) or _problems(result) for _, result in results)
     return 3 if bad or any(skip.reason not in HARMLESS for skip in found.skips) else 0
+
+
+def _problems(result: Any) -> list[Any]:
+    """Records and dumps of a run that could not be used: its findings are not about them."""
+    from verl_logsync.model import HARMLESS
+
+    return [skip for skip in result.loaded.account.skips if skip.reason not in HARMLESS]
 
 
 def _is_as_grave(result: Any, fail_on: str) -> bool:
@@ -84,6 +92,7 @@ def _print_json(found: Any, results: Any) -> None:
         else:
             entry["rows"] = len(result.loaded.history)
             entry |= diagnosis_values(result.diagnosis)
+            entry["skips"] = [skip_values(skip) for skip in _problems(result)]
         runs.append(entry)
     values = {"runs": runs, "skipped": [skip_values(skip) for skip in found.skips]}
     option = orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS

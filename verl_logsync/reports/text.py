@@ -79,15 +79,20 @@ def account_lines(account: Account) -> Iterator[str]:
             f"    {account.seen} records seen = {account.kept} kept + {account.merged} merged + "
             f"{account.superseded} superseded + {account.skipped} skipped"
         )
-    yield from (f"    skipped {skip}" for skip in account.skips[:_SKIPS_NAMED])
-    if len(account.skips) > _SKIPS_NAMED:
-        yield f"    ... and {len(account.skips) - _SKIPS_NAMED} more (--json names them)"
+    yield from left_out_lines(account.skips)
     if account.conflict_count:
         yield f"    {account.conflict_count} values stated differently within a step, for example:"
         yield from (
             f"      step {c.step}, {c.key}: kept {c.kept}, dropped {c.dropped}"
             for c in account.conflicts[:3]
         )
+
+
+def left_out_lines(skips: Sequence[Skip]) -> Iterator[str]:
+    """What is not in a run, below its line: the first of it."""
+    yield from (f"    skipped {skip}" for skip in skips[:_SKIPS_NAMED])
+    if len(skips) > _SKIPS_NAMED:
+        yield f"    ... and {len(skips) - _SKIPS_NAMED} more (--json names them)"
 
 
 def skip_lines(skips: Iterable[Skip]) -> Iterator[str]:
