@@ -34,6 +34,11 @@ DAY = 86_400.0
 # -- the program ---------------------------------------------------------------------------
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Most tests wait for programs that they started, so one more than there are cores."""
+    return min(8, len(os.sched_getaffinity(0)) + 1)
+
+
 @dataclass(frozen=True)
 class Uploaded:
     """What an upload said: exit code, printed text, and the report as `--json` gives it."""
