@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from verl_logsync.model import LogFile, Skip, SkipReason
 
@@ -107,15 +108,19 @@ def _is_beginning(file: LogFile, other: LogFile) -> bool:
 
 
 def _without_own_fragments(files: Sequence[LogFile]) -> tuple[list[LogFile], list[Skip]]:
-    """Drop fragments of our own whose logs are here too, and all but the longest of a run.
+    """Drop fragments of our own whose logs are here too, and those that another one contains.
 
     They are no attempts: what they hold would count twice.
     """
     here = {digest for f in files if not f.facts.carries for digest in f.digests}
-    longest: dict[str, LogFile] = {}
-    for file in sorted(files, key=lambda f: (f.facts.last_step or 0, f.stamp.size, f.place)):
-        if file.facts.carries:
-            longest[file.facts.run_id] = file
+    whole: list[LogFile] = []
+    fuller: dict[Path, LogFile] = {}
+    for file in sorted((f for f in files if f.facts.carries), key=_extent, reverse=True):
+        container = next((other for other in whole if _contains(other, file)), None)
+        if container is None:
+            whole.append(file)
+        else:
+            fuller[file.path] = container
     kept: list[LogFile] = []
     skips: list[Skip] = []
     for file in files:
@@ -124,9 +129,25 @@ def _without_own_fragments(files: Sequence[LogFile]) -> tuple[list[LogFile], lis
         elif set(file.facts.carries) <= here:
             detail = "a fragment of our own; the logs that it was made from are here"
             skips.append(Skip(SkipReason.DUPLICATE, file.place, detail))
-        elif longest[file.facts.run_id] is not file:
-            detail = f"a fragment of our own; {longest[file.facts.run_id].place} holds more"
+        elif file.path in fuller:
+            detail = f"a fragment of our own; {fuller[file.path].place} holds more"
             skips.append(Skip(SkipReason.DUPLICATE, file.place, detail))
         else:
             kept.append(file)
     return kept, skips
+
+
+def _extent(file: LogFile) -> tuple[int, int, int, str]:
+    """Sorts fragments by how many logs they were made from, then by how far they reach."""
+    facts = file.facts
+    return len(facts.carries), facts.last_step or 0, file.stamp.size, file.place
+
+
+def _contains(other: LogFile, file: LogFile) -> bool:
+    """Whether a fragment of larger extent holds what another one of its run does.
+
+    One that begins later does not: the log was truncated at a restart in between.
+    """
+    begins, own = other.facts.first_step or 0, file.facts.first_step or 0
+    whole = begins == own or set(file.facts.carries) <= set(other.facts.carries)
+    return other.facts.run_id == file.facts.run_id and begins <= own and whole

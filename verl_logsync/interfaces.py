@@ -79,10 +79,14 @@ class Parcel:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What the sender can say about one plan. It is never believed: see `Sink.look`."""
+    """What the sender can say about one plan. It is never believed: see `Sink.look`.
+
+    `messages` are told when something went wrong, `notes` in any case.
+    """
 
     error: LogsyncError | None = None
     messages: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 class Sink(Protocol):

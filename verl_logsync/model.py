@@ -115,9 +115,10 @@ class Facts:
     `head_digest` identifies the first record and `training_digest` the first record of a
     training step: two starts of a job may have the first validation in common; `tail_digest` (of
     sources whose bytes may differ for the same records) identifies the last. `carries` are
-    the digests of the logs that a fragment of our own was made from. `rank` is None for logs
-    that one process writes for all; `attempt_id` is what all ranks of one start recorded. `dirs`
-    are the folders that the config names for dumps and checkpoints, as written there.
+    the digests of the logs that a fragment of our own was made from, and `derived` the columns that
+    diagnostics added to it. `rank` is None for logs that one process writes for all;
+    `attempt_id` is what all ranks of one start recorded. `dirs` are the folders that the config
+    names for dumps and checkpoints, as written there.
     """
 
     entity: str = ""
@@ -133,6 +134,7 @@ class Facts:
     training_digest: str = ""
     tail_digest: str = ""
     carries: tuple[str, ...] = ()
+    derived: tuple[str, ...] = ()
     rank: int | None = None
     world_size: int | None = None
     attempt_id: str = ""

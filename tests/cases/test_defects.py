@@ -86,6 +86,50 @@ def test_offline_output_has_one_folder_a_run(upload, tmp_path):
     assert set(frame["_timestamp"].diff().dropna().round(3)) == {30.0}
 
 
+def _restarted_behind_an_air_gap(upload, tmp_path, *, between=lambda: None):
+    """verl truncates its log at a resume from step 5; fragments are written before and after."""
+    logs, out = tmp_path / "logs", tmp_path / "out"
+    path = logs / "grpo" / "exp.jsonl"
+    rows = [(s, {"actor/pg_loss": s / 7, "critic/score/mean": 0.5}) for s in range(1, 9)]
+    write_verl_log(path, rows)
+    os.utime(path, (time.time() - 3 * 3600,) * 2)
+    upload.here(logs, mode="offline", output=out)
+    between()
+    rows = [(s, {"actor/pg_loss": s / 9, "critic/score/mean": 0.25}) for s in range(6, 13)]
+    write_verl_log(path, [(5, {"val-core/x": 0.5}), *rows])
+    os.utime(path, (time.time() - 2 * 3600,) * 2)
+    return logs, out, upload.here(logs, mode="offline", output=out)
+
+
+def test_a_truncated_log_takes_nothing_from_the_offline_folders(upload, server, tmp_path):
+    """The fragment of the start before a truncation stays beside the new one, that is said, and
+    the far side makes one run of both."""
+    _, out, result = _restarted_behind_an_air_gap(upload, tmp_path)
+    first, _ = sorted(folder.name for folder in out.iterdir())
+    assert f"{first} stays beside it" in " ".join(result.only["notes"])
+    upload.from_another_machine()
+    assert upload.here(out).code == 0
+    assert _steps(server) == [list(range(1, 13))]
+    assert [row["critic/score/mean"] for row in server.runs[0].rows] == [0.5] * 5 + [0.25] * 7
+
+
+def test_the_machine_of_a_fragment_sends_nothing_again(upload, server, tmp_path):
+    """What was sent from fragments is what was logged, and what was derived is known as such: the
+    machine that wrote them has nothing to send, also behind a truncation of its log."""
+
+    def far_side() -> None:
+        assert upload.here(tmp_path / "out").code == 0
+
+    logs, out, _ = _restarted_behind_an_air_gap(upload, tmp_path, between=far_side)
+    far_side()
+    assert "reward/mean" in server.runs[0].config["verl_logsync"]["added"]
+    received = server.lines_received
+    upload.from_another_machine()
+    assert upload.here(logs).code == 0
+    assert server.lines_received == received
+    assert _steps(server) == [list(range(1, 13))]
+
+
 def test_our_own_fragments_are_no_attempts(upload, server, tmp_path):
     """A fragment that lies below the logs it was made from is not counted again."""
     _log(tmp_path / "logs" / "grpo" / "exp.jsonl", range(10), 1.0)

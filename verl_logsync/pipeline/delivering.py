@@ -145,6 +145,7 @@ def _concluded(
         outcome_of(item, rows_sent=item.plan.rows_to_send, verdict=verdict),
         url=sink.url(item.plan.target),
     )
+    outcome = replace(outcome, notes=(*outcome.notes, *said.notes))
     if verdict is not None and verdict.agrees:
         _remember(engine, item)
         return outcome

@@ -93,10 +93,23 @@ def load(
         Policy(settings.on_overlap, settings.keep_tail, settings.on_restart),
         clocked.clock,
     )
+    history = replace(history, added=_derived_before(attempts))
     around = _with_config(assemble(attempts[len(stored) :], configs), run)
     account = _with_belongings(account, engine, run)
     own = tuple(reading.attempt for reading in attempts[len(stored) :])
     return Loaded(run, history, account, around, clocked.pins, clocked.started_at, own)
+
+
+def _derived_before(attempts: Sequence[AttemptReading]) -> frozenset[str]:
+    """The columns that fragments of our own brought along and that nobody logged."""
+    derived: set[str] = set()
+    logged: set[str] = set()
+    for file, reading in (pair for attempt in attempts for pair in attempt.readings):
+        names = set(reading.rows.column_names)
+        brought = names.intersection(file.facts.derived)
+        derived |= brought
+        logged |= names - brought
+    return frozenset(derived - logged)
 
 
 def _with_config(around: Surroundings, run: RunSources) -> Surroundings:

@@ -2,13 +2,16 @@
 
 Each folder is a complete first fragment: plain `wandb sync FOLDER` accepts it, and so does
 this tool, which on a machine with internet adds only what the server lacks. A run's folder is
-replaced when its history changed, so the output always holds the whole present truth.
+replaced when its history changed, so the output always holds the whole present truth. Only one that
+begins before the present logs do stays: verl truncates its log at a restart, and the rows of the
+start before are nowhere else.
 """
 
 from __future__ import annotations
 
 import filecmp
 import glob
+import math
 import shutil
 import tempfile
 from collections import Counter
@@ -124,13 +127,19 @@ class OfflineDirSink:
     def _place(self, parcel: Parcel) -> Sent:
         place = self._output / folder_name(parcel.plan)
         work = parcel.folder.parent
+        first = parcel.plan.history.steps[0] if len(parcel.plan.history) else None
+        kept: list[str] = []
         try:
             olds = self._output.glob(f"offline-run-*-{glob.escape(parcel.plan.target.run_id)}")
-            for old in {place, *olds}:
+            for old in sorted({place, *olds}):
                 if old.exists() and not _is_ours(old):
                     return Sent(_not_ours(old))
-                if old != place:  # the same run, under an earlier estimate of its start
+                if first is not None and _first_step(old, parcel.plan.target) < first:
+                    kept.append(old.name)
+                elif old != place:  # the same run, under an earlier estimate of its start
                     old.rename(work / old.name)
+            if place.name in kept:
+                return Sent(_holds_more(place))
             if not _same(parcel.folder, place):
                 _replace(parcel.folder, place, work / "old")
         except OSError as error:
@@ -138,7 +147,7 @@ class OfflineDirSink:
         finally:
             shutil.rmtree(work, ignore_errors=True)
         self._written[parcel.plan.target] = place
-        return Sent()
+        return Sent(notes=tuple(map(_kept, kept)))
 
     def _read_back(self, target: Target) -> RemoteState:
         folder = self._written[target]
@@ -218,6 +227,27 @@ def _marker_in(log: Path) -> Iterator[tuple[Target, Marker]]:
 def _is_ours(folder: Path) -> bool:
     """Whether a run folder was written by this tool, so that it may be replaced."""
     return any(True for log in folder.glob("run-*.wandb") for _ in _marker_in(log))
+
+
+def _first_step(folder: Path, target: Target) -> float:
+    """The first step in a run folder; infinity where there is none."""
+    log = folder / f"run-{target.run_id}.wandb"
+    if not log.exists():
+        return math.inf
+    rows = (e for e in read_records(log) if not isinstance(e, Damage) and e.kind == "history")
+    return next((s for e in rows if (s := history_row(e.record)[0]) is not None), math.inf)
+
+
+def _kept(name: str) -> str:
+    return f"{name} stays beside it: its first steps are in no log any more. Move both"
+
+
+def _holds_more(place: Path) -> UsageError:
+    return UsageError(
+        "holds steps that are in no log any more; it is not replaced",
+        place=str(place),
+        hint="Give another folder with --output",
+    )
 
 
 def _not_ours(place: Path) -> UsageError:

@@ -184,14 +184,15 @@ def _facts_of_run(record: Any, known: Facts) -> Facts:
         started_at=started if started is not None else known.started_at,
         config=essentials(config),
         dirs=data_folders(config),
-        carries=_carried(config.get(MARKER_KEY)),
+        carries=_marked(config.get(MARKER_KEY), "heads"),
+        derived=_marked(config.get(MARKER_KEY), "added"),
     )
 
 
-def _carried(marker: object) -> tuple[str, ...]:
-    """The logs that a fragment of our own was made from."""
-    heads = marker.get("heads") if isinstance(marker, dict) else None
-    return tuple(map(str, heads)) if isinstance(heads, list) else ()
+def _marked(marker: object, what: str) -> tuple[str, ...]:
+    """A list in the marker of a fragment of our own: its logs, the columns that were derived."""
+    found = marker.get(what) if isinstance(marker, dict) else None
+    return tuple(map(str, found)) if isinstance(found, list) else ()
 
 
 def usable_run_id(text: str) -> str:
