@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from verl_logsync.testing import LoopbackServer
@@ -32,6 +33,11 @@ DAY = 86_400.0
 
 
 # -- the program ---------------------------------------------------------------------------
+
+
+# How long an example takes says more of the machine than of the code.
+hypothesis.settings.register_profile("here", deadline=None)
+hypothesis.settings.load_profile("here")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

@@ -15,6 +15,10 @@ from verl_logsync.errors import unreadable
 LONGEST_LINE: Final = (10 << 20) - (100 << 10)
 
 
+#: What some editors and file systems put before the first line.
+BOM: Final = b"\xef\xbb\xbf"
+
+
 class Line(NamedTuple):
     """One line: its bytes without the line end, where it starts, and whether it had an end."""
 
@@ -77,7 +81,7 @@ def parse_line(data: bytes) -> Any:
     except orjson.JSONDecodeError:
         pass
     try:
-        value = json.loads(data.decode())
+        value = json.loads(data.removeprefix(BOM).decode())
         if b"\\u" in data:
             json.dumps(value, ensure_ascii=False).encode()  # refuses halves of surrogate pairs
         return value

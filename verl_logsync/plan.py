@@ -195,7 +195,7 @@ def _rewind(situation: Situation, relation: Comparison, why: str) -> _Decision:
     if situation.can_rewind and situation.on_rewrite == "rewind":
         branch = relation.branch_step if relation.branch_step is not None else -1
         step = _first_differing(situation.history, relation)
-        note = (f"rewound to step {branch}: {why} (from step {step} on)",)
+        note = (f"rewind to step {branch}: {why} (from step {step} on)",)
         return _Decision(Action.REWIND, relation.shared, branch, note)
     keeps = situation.on_rewrite == "keep"
     because = "--on-rewrite keep" if keeps else "this server cannot rewind a run"

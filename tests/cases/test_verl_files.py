@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import shutil
@@ -244,3 +245,26 @@ def test_v2_a_log_that_a_type_error_cut(outputs, age, fixture_files, upload):
     (skip,) = run.account.skips
     assert f"byte {sum(len(line) + 1 for line in whole)}" in skip.place
     assert upload.text(outputs, verb="scan")[0] == 0
+
+
+def test_a_mark_of_byte_order_is_no_part_of_the_first_record(outputs):
+    """An editor on Windows puts three bytes in front; the first record is read all the same."""
+    log = write_verl_log(outputs / "grpo" / "qwen.jsonl", [row(s) for s in range(3)])
+    log.write_bytes(b"\xef\xbb\xbf" + log.read_bytes())
+    (run,) = verl_logsync.load(outputs)
+    assert run.history().index.tolist() == [0, 1, 2]
+    assert not run.account.skips
+
+
+def test_a_packed_log_is_named_with_the_program_that_unpacks_it(outputs, upload):
+    """Packed JSON lines are not read; the verdict holds the command, not a hint at bytes."""
+    log = write_verl_log(outputs / "grpo" / "qwen.jsonl", [row(1)])
+    packed = log.with_name("qwen.jsonl.gz")
+    packed.write_bytes(gzip.compress(log.read_bytes()))
+    log.unlink()
+    _, text = upload.text(outputs, verb="scan")
+    assert f"gunzip -k {packed}" in text
+    assert "xxd" not in text
+    write_verl_log(log, [row(1)])
+    (run,) = verl_logsync.load(outputs)
+    assert len(run.history()) == 1

@@ -19,7 +19,7 @@ from typing import Any, Final
 from verl_logsync.columns import AXES, STEP, TIMESTAMP, TableBuilder
 from verl_logsync.errors import NotALog, UnreadableInput, quoted
 from verl_logsync.interfaces import Candidate
-from verl_logsync.jsonlines import LONGEST_LINE, Line, parse_line, read_lines
+from verl_logsync.jsonlines import BOM, LONGEST_LINE, Line, parse_line, read_lines
 from verl_logsync.model import Facts, LogFile, Reading, Skip, SkipReason
 from verl_logsync.verl_keys import is_validation_only
 
@@ -30,6 +30,12 @@ _COPY_MARKS: Final = re.compile(
     r"(\.(jsonl|ndjson|json|log|txt)|\.\d{8}[_-]?\d{6}|[._-]attempt[_-]?\d+"
     r"|(?<=\.jsonl)\.(\d+|bak|old|prev|orig|save|copy))$"
 )
+_PACKED: Final = {
+    b"\x1f\x8b": "gunzip -k",
+    b"\x28\xb5\x2f\xfd": "unzstd",
+    b"BZh": "bunzip2 -k",
+    b"\xfd7zXZ": "unxz -k",
+}
 #: Keys that count steps where there is no `step` and `data`, likeliest first.
 STEP_KEYS: Final = (
     *("step", "global_step", "training/global_step", "trainer/global_step", "train/global_step"),
@@ -110,7 +116,7 @@ class _Form:
 
     def step_in(self, line: bytes) -> int | None:
         """The step of a line, if it is a whole record."""
-        line = line.lstrip(b"\0")
+        line = line.removeprefix(BOM).lstrip(b"\0")
         if not self.step_key:
             found = _RECORD_START.match(line)
             return int(found[1]) if found else None
@@ -262,6 +268,12 @@ def _first_record_beyond(path: Path, form: _Form) -> tuple[int, bool, bytes] | N
 
 def _refusal(candidate: Candidate, form: _Form) -> Skip:
     place = str(candidate.path)
+    for magic, program in _PACKED.items():
+        if candidate.head.startswith(magic):
+            detail = "compressed; of compressed files only console text is read"
+            return Skip(
+                SkipReason.NOT_RECOGNISED, place, detail, f"Unpack it: {program} {quoted(place)}"
+            )
     for line in candidate.head.split(b"\n"):
         try:
             value = parse_line(line)
