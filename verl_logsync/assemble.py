@@ -123,7 +123,7 @@ def _merged(extras: Sequence[PassThrough]) -> PassThrough:
         artifacts=_unique(a for extra in extras for a in extra.artifacts),
         others=tuple(other for extra in extras for other in extra.others),
         files=tuple(files[name] for name in sorted(files)),
-        summary=summary,
+        summary=mask_config(summary),
         tags=first.tags,
         notes=first.notes,
         group=first.group,

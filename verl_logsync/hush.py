@@ -7,8 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, Protocol
 
+import pyarrow as pa
+
+from verl_logsync.columns import from_json, to_json
+from verl_logsync.model import History
 from verl_logsync.secrets_mask import MASK, is_secret_name, mask_config, mask_text
 
 _IN_DICT: Final = rb"\w{0,64}['\"]\s{0,8}:"
@@ -181,6 +186,37 @@ class Changeable(Protocol):
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> str: ...
     def __setitem__(self, index: int, line: str, /) -> None: ...
+
+
+def hushed_rows(history: History) -> History:
+    """The same history without secrets in metrics that are texts, lists or objects."""
+    table = history.table
+    for index, name in enumerate(table.column_names):
+        column = table.column(name)
+        if pa.types.is_string(column.type) and (hushed := _hushed_column(name, column)):
+            table = table.set_column(index, name, hushed)
+    return history if table is history.table else replace(history, table=table)
+
+
+def _hushed_column(name: str, column: pa.ChunkedArray) -> pa.Array | None:
+    """A column of JSON texts without secrets; None where it holds none."""
+    texts = column.to_pylist()
+    encoded = {text: text.encode(errors="replace") for text in texts if text is not None}
+    flagged = set(suspects(list(encoded.values())))
+    masked = {
+        text: _hushed_value(name, text)
+        for text, raw in encoded.items()
+        if raw in flagged or is_secret_name(name)
+    }
+    if all(text == other for text, other in masked.items()):
+        return None
+    return pa.array([masked.get(text, text) for text in texts], type=pa.string())
+
+
+def _hushed_value(name: str, text: str) -> str:
+    value = from_json(text)
+    (masked,) = mask_config({name: value}).values()
+    return text if masked == value else to_json(masked)
 
 
 def begins_key_block(line: str) -> bool:

@@ -341,6 +341,28 @@ def test_a_secret_is_masked_wherever_it_occurs(upload, server, tmp_path):
     assert not [text for text in everything if secret in str(text)]
 
 
+def test_secrets_in_metrics_that_are_texts_or_objects(upload, one_run, tmp_path, age):
+    """What a trainer logs as text or object is masked like a config: in rows, summary, export."""
+    secrets = ["kwF7notforothers", "hf_" + "a1" * 15, "glpat-" + "b" * 20]
+    values = {
+        "cfg": {"judge": {"api_key": secrets[0]}, "n": 2},
+        "note": f"asked with token={secrets[1]}",
+        "tools": ["search", secrets[2]],
+        "text": "plain",
+    }
+    log = write_verl_log(tmp_path / "logs/grpo/exp.jsonl", [(s, values) for s in range(3)])
+    age(log)
+    assert upload.here(tmp_path / "logs", verify="full").code == 0
+    assert upload.here(tmp_path / "logs").rows_sent == 0
+    run = one_run()
+    assert run.rows[1]["cfg"] == {"judge": {"api_key": "***"}, "n": 2}
+    assert run.rows[1]["text"] == "plain"
+    upload.text(tmp_path / "logs", tmp_path / "out", "--to", "jsonl", verb="export")
+    everything = [*run.rows, run.summary, *(p.read_text() for p in tmp_path.rglob("*-*.jsonl"))]
+    assert len(everything) > 4
+    assert not [text for text in map(str, everything) if any(s in text for s in secrets)]
+
+
 def test_environment_does_not_leak_into_a_config(tmp_path, monkeypatch):
     """No interpolation, however written, brings this machine's environment into the config."""
     monkeypatch.setenv("MY_SECRET", "hunter2")

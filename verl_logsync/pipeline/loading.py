@@ -17,6 +17,7 @@ from verl_logsync.clock import set_clocks
 from verl_logsync.columns import AXES, STEP, TableBuilder
 from verl_logsync.config_files import config_artifact
 from verl_logsync.errors import InputError, LogsyncError
+from verl_logsync.hush import hushed_rows
 from verl_logsync.model import (
     Account,
     Attempt,
@@ -93,7 +94,7 @@ def load(
         Policy(settings.on_overlap, settings.keep_tail, settings.on_restart),
         clocked.clock,
     )
-    history = replace(history, added=_derived_before(attempts))
+    history = replace(hushed_rows(history), added=_derived_before(attempts))
     around = _with_config(assemble(attempts[len(stored) :], configs), run)
     account = _with_belongings(account, engine, run)
     own = tuple(reading.attempt for reading in attempts[len(stored) :])
