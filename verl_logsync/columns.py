@@ -121,14 +121,13 @@ class TableBuilder:
     def __len__(self) -> int:
         return self._count
 
-    def add(self, row: Mapping[str, Any], *, exactly: bool = True, flags: bool = True) -> None:
+    def add(self, row: Mapping[str, Any], *, exactly: bool = True) -> None:
         """Append a row.
 
         Args:
             row: the values by key.
             exactly: check every number for its size. Without it rows are added twice as fast,
                 and `rounded` tells afterwards whether that cost digits.
-            flags: whether booleans may be among the values; to look costs a tenth of the time.
 
         Raises:
             ValueError: a value is nested too deeply; nothing was added.
@@ -138,7 +137,7 @@ class TableBuilder:
         if layout is None or layout.keys != keys:
             layout = self._layouts.get(keys) or self._layouts.setdefault(keys, _Layout(keys))
             self._latest = layout
-        layout.add(self._count, row.values(), exactly, flags)
+        layout.add(self._count, row.values(), exactly)
         self._count += 1
 
     @property
@@ -163,33 +162,36 @@ class _Layout:
         self.keys = keys
         self.rows = array("q")
         self.odd: dict[int, dict[int, str]] = {}
+        # Positions at which every row has an integer: were it the first row that decides on the
+        # type of a column, the order of rows would.
         self.integral: Collection[int] = range(len(keys))
         self.matrix: np.ndarray[Any, np.dtype[np.float64]] = np.empty((0, 0))
         self.indices: np.ndarray[Any, np.dtype[np.int64]] = np.empty(0, dtype=np.int64)
         self._fast = False
+        self._types: tuple[type, ...] = ()
+        self._numbers_only = False
         self._pack = struct.Struct(f"{len(keys)}d").pack
         self._packed = bytearray()
 
-    def add(self, index: int, values: Collection[Any], exactly: bool, flags: bool) -> None:
-        packed = None if exactly else self._packed_fast(values, flags)
+    def add(self, index: int, values: Collection[Any], exactly: bool) -> None:
+        types = tuple(map(type, values))
+        if types != self._types:  # hardly ever: one trainer logs a key as one type
+            self._types = types
+            self._numbers_only = {int, float}.issuperset(types)
+            self.integral = [p for p in self.integral if types[p] is int]
+        packed = None if exactly or not self._numbers_only else self._packed_fast(values)
         if packed is None:
             odd = {p: to_json(v) for p, v in enumerate(values) if not _is_number(v)}
             packed = self._pack(*(v if _is_number(v) else math.nan for v in values))
             for position, text in odd.items():
                 self.odd.setdefault(position, {})[index] = text
-        if self.integral:
-            # Of every row: were it the first one's, the order of rows would decide on the type.
-            written = tuple(values)
-            self.integral = [p for p in self.integral if type(written[p]) is int]
         self.rows.append(index)
         self._packed += packed
 
-    def _packed_fast(self, values: Collection[Any], flags: bool) -> bytes | None:
-        """The numbers as they are; None when other values are among them."""
-        if flags and bool in map(type, values):
-            return None
+    def _packed_fast(self, numbers: Collection[Any]) -> bytes | None:
+        """The numbers as they are; None when one is too large."""
         try:
-            packed: bytes = self._pack(*values)
+            packed: bytes = self._pack(*numbers)
         except (struct.error, OverflowError):
             return None
         self._fast = True

@@ -189,8 +189,7 @@ class _Rows:
             time = self._form.time_in(values)
             values = {key: value for key, value in values.items() if key not in AXES}
         try:
-            flags = b"true" in line.data or b"false" in line.data
-            self._builder.add(values, exactly=self._exactly, flags=flags)
+            self._builder.add(values, exactly=self._exactly)
         except ValueError as error:
             self._skip(line, SkipReason.MALFORMED, str(error))
             return
