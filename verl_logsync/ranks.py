@@ -405,7 +405,8 @@ class _Merge:
         numeric = all(_is_number(rank.table.column(key).type) for rank in having)
         if _matches(key, self._rules.spread) and numeric:
             present, numbers = self._matrix(key, having)
-            spread = _reduce("max", present, numbers) - _reduce("min", present, numbers)
+            with np.errstate(invalid="ignore"):  # inf - inf is NaN, as it should be
+                spread = _reduce("max", present, numbers) - _reduce("min", present, numbers)
             column = pa.array(spread, mask=~present.any(axis=0))
             self._add_extra(f"{key}/spread", column, keys)
 
