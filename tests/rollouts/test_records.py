@@ -92,7 +92,7 @@ def test_cut_anywhere(fixture_files: Path, tmp_path: Path) -> None:
         (b'{"input": "a", "output": null, "score": 1}', "output is no text"),
         (b'{"input": "a\xff", "output": "b", "score": 1}', "UTF-8"),
         (b'{"input": "a", "output": "\\ud800", "score": 1}', "surrogate"),
-        (b"[" * 5000, "nested too deeply"),
+        (b"[" * 100_000, "nested too deeply"),
     ],
 )
 def test_a_bad_line_costs_one_line(tmp_path: Path, line: bytes, why: str) -> None:
