@@ -771,6 +771,21 @@ def test_long_hostile_lines_are_read(line: str, log: Log) -> None:
     assert len(reading.extra.console) == 3
 
 
+def test_validation_metrics_behind_an_unknown_prefix_are_named(log: Log) -> None:
+    """A block that begins behind words of no known form is left out and said, never in silence; a
+    line of source code in a traceback is none."""
+    lines = [
+        "train-0 trainer > (\"Initial validation metrics: {'val-core/x/acc/mean@1': 0.5}\")",
+        "train-0 trainer > step:1 - actor/a:1 - actor/b:2",
+        '    pprint(f"Initial validation metrics: {val_metrics}")',
+    ]
+    reading = read(log(*lines))
+    assert [step for step, _ in rows(reading)] == [1]
+    (skip,) = reading.skips
+    assert "behind a prefix of no known form" in skip.detail
+    assert ":1 (byte 0)" in skip.place
+
+
 def test_many_lines_that_may_end_a_block(log: Log) -> None:
     """A printed dict that never ends is given up after a while."""
     lines = [RAY + "{'data': {'a': 1},", *[RAY + " 'b': {}"] * 20_000]

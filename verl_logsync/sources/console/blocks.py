@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 Kind = Literal["config", "initial", "final"]
 
 _METRICS: Final = re.compile(r"\(?[\"']?(Initial|Final) validation metrics: ")
+_METRICS_WITHIN: Final = re.compile(r"(?:Initial|Final) validation metrics: \{['\"]")
 _CONFIG: Final = re.compile(r"\{'\w+':")
 # pprint indents; what else stands between (another stream of the same process) does not.
 _MORE_CONFIG: Final = re.compile(r" +(?:['\"\[\](){}\d-]|None\b|True\b|False\b|nan\b|inf\b)")
@@ -30,6 +31,11 @@ def block_start(text: str) -> Kind | None:
     if found:
         return "initial" if found[1] == "Initial" else "final"
     return "config" if _CONFIG.match(text) else None
+
+
+def hides_metrics(text: str) -> bool:
+    """Whether validation metrics begin behind words that no known writer puts in front."""
+    return bool(_METRICS_WITHIN.search(text))
 
 
 @dataclass(slots=True)

@@ -20,7 +20,12 @@ from verl_logsync.hush import (
 )
 from verl_logsync.model import Skip, SkipReason
 from verl_logsync.secrets_mask import MASK
-from verl_logsync.sources.console.blocks import Block, block_start, is_training_config
+from verl_logsync.sources.console.blocks import (
+    Block,
+    block_start,
+    hides_metrics,
+    is_training_config,
+)
 from verl_logsync.sources.console.lines import (
     LONGEST_LINE,
     Content,
@@ -399,6 +404,9 @@ class Transcript:
         kind = block_start(text)
         if kind:
             yield from self._block_starts(at, kind, text)
+        elif hides_metrics(text):
+            detail = "validation metrics behind a prefix of no known form; cut it off to read them"
+            self._notes.skip(at, SkipReason.MALFORMED, detail, 1)
         elif is_orphan(inside.whole, self._first_key):
             if self._orphan != at.line - 1:
                 detail = "values without a step: the beginning of the line is lost"
