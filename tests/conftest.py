@@ -35,9 +35,11 @@ DAY = 86_400.0
 # -- the program ---------------------------------------------------------------------------
 
 
-# How long an example takes says more of the machine than of the code.
-hypothesis.settings.register_profile("here", deadline=None)
-hypothesis.settings.load_profile("here")
+# How long an example takes says more of the machine than of the code. What passed once passes
+# again: the examples are the same each time, but for who goes looking for new ones.
+hypothesis.settings.register_profile("same", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("explore", deadline=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
