@@ -272,7 +272,7 @@ def _merge(rows: _Rows, kept: _Bools, *, first_wins: bool) -> tuple[pa.Table, li
     starts = np.flatnonzero(np.diff(ordered, prepend=ordered[0] - 1))
     conflicts = _Conflicts(ordered[starts], np.maximum.reduceat(rows.slack[order], starts))
     columns: dict[str, Any] = {STEP: pa.array(ordered[starts])}
-    for name in rows.table.column_names:
+    for name in rows.table.schema.names:
         if name == STEP:
             continue
         column = rows.table.column(name).combine_chunks()
@@ -366,7 +366,7 @@ def _with_superseded(table: pa.Table, rows: _Rows, superseded: _Bools) -> pa.Tab
         source = np.full(len(steps), -1)
         source[places[fits]] = index[fits]
         taken = pa.array(source, mask=source < 0)
-        for name in rows.table.column_names:
+        for name in rows.table.schema.names:
             column = rows.table.column(name).combine_chunks().take(taken)
             if name not in AXES and column.null_count < len(column):
                 table = table.append_column(f"attempt{session + 1}/{name}", column)

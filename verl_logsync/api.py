@@ -89,7 +89,7 @@ class Run:
 def _frame(table: Any) -> pd.DataFrame:
     import pandas as pd
 
-    columns = {name: _series(table.column(name)) for name in table.column_names if name != STEP}
+    columns = {name: _series(table.column(name)) for name in table.schema.names if name != STEP}
     index = pd.Index(table.column(STEP).to_numpy(), name=STEP)
     frame: pd.DataFrame = pd.DataFrame(columns, index=range(len(index))).set_index(index)
     return frame

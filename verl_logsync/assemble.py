@@ -146,7 +146,7 @@ def summarise(history: History, recorded: Mapping[str, Any], *, defined: bool) -
         defined: whether metric definitions may make a summary other than the last value.
     """
     summary: dict[str, Any] = {}
-    for name in history.table.column_names:
+    for name in history.table.schema.names:
         value = _last_value(history.table.column(name))
         if value is not MISSING:
             summary[name] = value

@@ -20,7 +20,7 @@ import json
 import math
 import struct
 from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -114,9 +114,9 @@ class TableBuilder:
 
     def __init__(self) -> None:
         self._count = 0
-        self._layouts: dict[tuple[str, ...], _Layout] = {}
-        self._latest: _Layout | None = None
-        self._axes: dict[str, list[float | int | None]] = {}
+        self._layouts: dict[tuple[str, ...], Layout] = {}
+        #: The layout of the row that was added last.
+        self.latest: Layout | None = None
 
     def __len__(self) -> int:
         return self._count
@@ -133,11 +133,20 @@ class TableBuilder:
             ValueError: a value is nested too deeply; nothing was added.
         """
         keys = tuple(row)
-        layout = self._latest
+        layout = self.latest
         if layout is None or layout.keys != keys:
-            layout = self._layouts.get(keys) or self._layouts.setdefault(keys, _Layout(keys))
-            self._latest = layout
+            layout = self._layouts.get(keys) or self._layouts.setdefault(keys, Layout(keys))
+            self.latest = layout
         layout.add(self._count, row.values(), exactly)
+        self._count += 1
+
+    def add_known(self, layout: Layout, values: tuple[int | float | None, ...]) -> None:
+        """Append a row of a layout of this table, whose values are of the layout's kinds."""
+        if layout.take_fast(values):
+            layout.rows.append(self._count)
+        else:
+            layout.add(self._count, values, exactly=False)
+            layout.unchecked = True
         self._count += 1
 
     @property
@@ -147,15 +156,24 @@ class TableBuilder:
 
     def columns(self) -> dict[str, pa.Array]:
         """One array per key, each as long as rows were added."""
-        parts: dict[str, list[tuple[_Layout, int]]] = {}
+        found: dict[str, list[Layout]] = {}
         for layout in self._layouts.values():
             layout.freeze()
-            for position, key in enumerate(layout.keys):
-                parts.setdefault(key, []).append((layout, position))
-        return {key: _column(self._count, places) for key, places in parts.items()}
+            for key in layout.keys:
+                found.setdefault(key, []).append(layout)
+        # Keys that occur in the same rows are laid out at once: most do.
+        alike: dict[tuple[int, ...], list[str]] = {}
+        for key, layouts in found.items():
+            alike.setdefault(tuple(map(id, layouts)), []).append(key)
+        made = {
+            key: column
+            for keys in alike.values()
+            for key, column in zip(keys, _columns(self._count, found[keys[0]], keys), strict=True)
+        }
+        return {key: made[key] for key in found}
 
 
-class _Layout:
+class Layout:
     """The rows that have the same keys in the same order."""
 
     def __init__(self, keys: tuple[str, ...]) -> None:
@@ -167,48 +185,71 @@ class _Layout:
         self.integral: Collection[int] = range(len(keys))
         self.matrix: np.ndarray[Any, np.dtype[np.float64]] = np.empty((0, 0))
         self.indices: np.ndarray[Any, np.dtype[np.int64]] = np.empty(0, dtype=np.int64)
-        self._fast = False
-        self._types: tuple[type, ...] = ()
+        #: Whether there are numbers that were not looked at exactly.
+        self.unchecked = False
+        self._types: list[type] = []
         self._numbers_only = False
         self._pack = struct.Struct(f"{len(keys)}d").pack
         self._packed = bytearray()
 
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def kinds(self) -> tuple[Any, ...]:
+        """The types that hold the numbers of the rows so far, and no other number."""
+        kinds: list[Any] = [float] * len(self.keys)
+        for position in self.integral:
+            kinds[position] = int
+        for position in self.odd:
+            kinds[position] = float | None
+        return tuple(kinds)
+
     def add(self, index: int, values: Collection[Any], exactly: bool) -> None:
-        types = tuple(map(type, values))
+        types = [*map(type, values)]
         if types != self._types:  # hardly ever: one trainer logs a key as one type
             self._types = types
             self._numbers_only = {int, float}.issuperset(types)
             self.integral = [p for p in self.integral if types[p] is int]
-        packed = None if exactly or not self._numbers_only else self._packed_fast(values)
-        if packed is None:
+        if exactly or not self._numbers_only or not self.take_fast(values):
             odd = {p: to_json(v) for p, v in enumerate(values) if not _is_number(v)}
-            packed = self._pack(*(v if _is_number(v) else math.nan for v in values))
+            self._packed += self._pack(*(v if _is_number(v) else math.nan for v in values))
             for position, text in odd.items():
                 self.odd.setdefault(position, {})[index] = text
         self.rows.append(index)
-        self._packed += packed
 
-    def _packed_fast(self, numbers: Collection[Any]) -> bytes | None:
-        """The numbers as they are; None when one is too large."""
+    def take_fast(self, numbers: Collection[Any]) -> bool:
+        """Pack a row's numbers as they are; False when one is none or is too large."""
         try:
-            packed: bytes = self._pack(*numbers)
+            self._packed += self._pack(*numbers)
         except (struct.error, OverflowError):
-            return None
-        self._fast = True
-        return packed
+            return False
+        self.unchecked = True
+        return True
 
     @property
     def rounded(self) -> bool:
         """Whether a number is so large that packing it unchecked may have cost digits."""
-        if not self._fast:
+        if not self.unchecked:
             return False
-        numbers = np.abs(np.frombuffer(self._packed))
-        return bool(np.any((numbers >= EXACT) & np.isfinite(numbers)))
+        numbers = np.frombuffer(self._packed)
+        large = numbers[(numbers >= EXACT) | (numbers <= -EXACT)]
+        return bool(np.isfinite(large).any())
 
     def freeze(self) -> None:
-        packed = np.frombuffer(self._packed).reshape(len(self.rows), len(self.keys))
-        self.matrix = np.ascontiguousarray(packed.T)
+        self.matrix = np.frombuffer(self._packed).reshape(len(self.rows), len(self.keys))
         self.indices = np.asarray(self.rows, dtype=np.int64)
+
+    def places_of(self, keys: Sequence[str]) -> Sequence[int]:
+        """At which positions these keys stand in every row."""
+        if tuple(keys) == self.keys:
+            return range(len(keys))
+        places = {key: position for position, key in enumerate(self.keys)}
+        return [places[key] for key in keys]
+
+    def values_at(self, positions: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """The numbers at these positions, shape (rows, positions)."""
+        return self.matrix if isinstance(positions, range) else self.matrix[:, positions]
 
 
 def _is_number(value: object) -> bool:
@@ -217,40 +258,29 @@ def _is_number(value: object) -> bool:
     return kind is float or (kind is int and -EXACT <= value <= EXACT)  # type: ignore[operator]
 
 
-def _column(count: int, places: Sequence[tuple[_Layout, int]]) -> pa.Array:
-    if len(places) == 1 and len(places[0][0].rows) == count:
-        layout, position = places[0]
-        return _full_column(layout, position)
-    numbers = np.full(count, np.nan)
+def _columns(count: int, layouts: Sequence[Layout], keys: Sequence[str]) -> Iterator[pa.Array]:
+    """The columns of keys that occur in the rows of these layouts and in no other."""
+    rows = sum(map(len, layouts))
     present = np.zeros(count, dtype=bool)
-    odd: dict[int, str] = {}
-    integral = True
-    for layout, position in places:
-        numbers[layout.indices] = layout.matrix[position]
+    table = np.full((count, len(keys)), np.nan)
+    places = [layout.places_of(keys) for layout in layouts]
+    for layout, positions in zip(layouts, places, strict=True):
         present[layout.indices] = True
-        odd.update(layout.odd.get(position, {}))
-        integral = integral and position in layout.integral
-    if odd:
-        return _odd_column(numbers, present, odd)
-    if integral and _is_integral(numbers[present]):
-        whole = np.where(present, numbers, 0).astype(np.int64)
-        return pa.array(whole, mask=~present if not present.all() else None)
-    return pa.array(numbers, mask=~present if not present.all() else None)
-
-
-def _full_column(layout: _Layout, position: int) -> pa.Array:
-    """A column of rows that all have the same keys."""
-    numbers = layout.matrix[position]
-    if position in layout.odd:
-        return _odd_column(numbers, np.ones(len(numbers), dtype=bool), layout.odd[position])
-    if position in layout.integral and _is_integral(numbers):
-        return pa.array(numbers.astype(np.int64))
-    return pa.array(numbers)
-
-
-def _is_integral(numbers: np.ndarray[Any, np.dtype[np.float64]]) -> bool:
-    with np.errstate(invalid="ignore"):
-        return bool(np.all((np.abs(numbers) <= EXACT) & (numbers == np.floor(numbers))))
+        table[layout.indices] = layout.values_at(positions)
+    mask = None if rows == count else ~present
+    block = np.ascontiguousarray(table.T)
+    for numbers, positions in zip(block, zip(*places, strict=True), strict=True):
+        odd: dict[int, str] = {}
+        integral = True
+        for layout, position in zip(layouts, positions, strict=True):
+            odd |= layout.odd.get(position, {})
+            integral = integral and position in layout.integral
+        if odd:
+            yield _odd_column(numbers, present, odd)
+        elif integral:
+            yield pa.array(np.where(present, numbers, 0).astype(np.int64), mask=mask)
+        else:
+            yield pa.array(numbers, mask=mask)
 
 
 def _odd_column(
@@ -335,7 +365,7 @@ def concat(tables: Sequence[pa.Table]) -> pa.Table:
     """Stack tables of rows; a key that a table lacks is missing in its rows."""
     if len(tables) == 1:
         return tables[0]
-    names = list(dict.fromkeys(name for table in tables for name in table.column_names))
+    names = list(dict.fromkeys(name for table in tables for name in table.schema.names))
     columns = {name: _concat_column(name, tables) for name in names}
     return pa.table(columns)
 

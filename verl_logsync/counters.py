@@ -26,7 +26,7 @@ def counter_notes(history: History) -> Iterator[str]:
     in `training/global_step`; verl 0.8.0 logs its aggregates one such window late.
     """
     for name in STEP_COUNTERS:
-        if name not in history.table.column_names:
+        if name not in history.table.schema.names:
             continue
         values = as_numbers(history.table.column(name))
         there = np.isfinite(values)

@@ -30,7 +30,7 @@ _ODD: Final = np.uint64(0x9E3779B97F4A7C15)
 def row_digests(history: History) -> _Hashes:
     """One digest per row of a history, shape (rows,), uint64; derived values do not count."""
     total: _Hashes = _mix(history.steps.astype(np.uint64))
-    for name in history.table.column_names:
+    for name in history.table.schema.names:
         if name in AXES or (name in history.added and name not in history.logged_from):
             continue
         hashes = _column_hashes(name, history.table.column(name))
@@ -124,7 +124,7 @@ def canonical(value: Any) -> Any:
 def wire_changes(history: History) -> int:
     """How many values W&B's wire writes otherwise: -0.0, integers of 2^63 and more, `{}`."""
     total = 0
-    for name in history.table.column_names:
+    for name in history.table.schema.names:
         column = history.table.column(name)
         if pa.types.is_floating(column.type):
             numbers = column.drop_null().to_numpy()

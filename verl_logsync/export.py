@@ -89,7 +89,7 @@ def _write_parquet(table: pa.Table, stream: BinaryIO) -> None:
 def _write_csv(table: pa.Table, stream: BinaryIO) -> None:
     text = io.TextIOWrapper(stream, encoding="utf-8", newline="", write_through=True)
     writer = csv.writer(text)
-    writer.writerow(table.column_names)
+    writer.writerow(table.schema.names)
     for texts, present in _rows(table):
         writer.writerow(
             value.decode() if there else "" for value, there in zip(texts, present, strict=True)
@@ -98,7 +98,7 @@ def _write_csv(table: pa.Table, stream: BinaryIO) -> None:
 
 
 def _write_jsonl(table: pa.Table, stream: BinaryIO) -> None:
-    keys = [to_json(name).encode() for name in table.column_names]
+    keys = [to_json(name).encode() for name in table.schema.names]
     for texts, present in _rows(table):
         pairs = (
             key + b":" + value

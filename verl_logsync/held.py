@@ -89,7 +89,7 @@ def held_from_rows(
 def key_counts(history: History, first_row: int = 0) -> dict[str, int]:
     """How many rows (from `first_row` on) have each key."""
     counts = {}
-    for name in history.table.column_names:
+    for name in history.table.schema.names:
         column = history.table.column(name).slice(first_row)
         count = len(column) - column.null_count
         if count:
@@ -101,7 +101,7 @@ def countable_keys(history: History) -> set[str]:
     """The keys that a server lists by their own name: not objects, which may be listed under
     their parts (`KEY._type`), nor empty ones, which are absent on the wire.
     """
-    names = [name for name in history.table.column_names if name not in AXES]
+    names = [name for name in history.table.schema.names if name not in AXES]
     objects = {name for name in names if _holds_objects(history.table.column(name))}
     return {n for n in names if n not in objects and n.partition(".")[0] not in objects}
 

@@ -191,10 +191,11 @@ class Changeable(Protocol):
 def hushed_rows(history: History) -> History:
     """The same history without secrets in metrics that are texts, lists or objects."""
     table = history.table
-    for index, name in enumerate(table.column_names):
-        column = table.column(name)
-        if pa.types.is_string(column.type) and (hushed := _hushed_column(name, column)):
-            table = table.set_column(index, name, hushed)
+    for index, field in enumerate(table.schema):
+        if field.type == pa.string():
+            hushed = _hushed_column(field.name, table.column(index))
+            if hushed is not None:
+                table = table.set_column(index, field.name, hushed)
     return history if table is history.table else replace(history, table=table)
 
 

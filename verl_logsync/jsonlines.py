@@ -52,7 +52,7 @@ def _lines(stream: BinaryIO) -> Iterator[Line]:
         offset += len(data)
         if data.endswith(b"\n"):
             if len(data) > 1:
-                yield Line(number, start, data, ended=True)
+                yield Line(number, start, data, True)
         elif len(data) < LONGEST_LINE:
             yield Line(number, start, data, ended=False)
             return  # what a writer adds meanwhile is the rest of this very line

@@ -136,7 +136,7 @@ class _Rank:
         return _Rank(number, table, _steps(table), readings, world, whole.num_rows)
 
     def has(self, key: str) -> bool:
-        return key in self.table.column_names
+        return key in self.table.schema.names
 
     def times(self, axis: str) -> _Floats:
         """Seconds of each row; NaN where they are missing."""
@@ -147,7 +147,7 @@ class _Rank:
     def trained(self) -> _Bools:
         """Which rows hold the result of a training step."""
         flags = np.zeros(len(self.steps), dtype=bool)
-        for key in filter(is_training_key, self.table.column_names):
+        for key in filter(is_training_key, self.table.schema.names):
             flags |= _present(self.table.column(key))
         return flags
 
@@ -177,7 +177,7 @@ def _one_row_a_step(table: pa.Table) -> pa.Table:
     order = np.argsort(_steps(table), kind="stable")
     groups = np.searchsorted(steps, _steps(table)[order])
     columns: dict[str, Any] = {STEP: pa.array(steps)}
-    for key in table.column_names:
+    for key in table.schema.names:
         if key != STEP:
             column = table.column(key)
             there = _present(column)[order]
@@ -203,7 +203,7 @@ class _Merge:
         skew = self._skew()
         for axis in (TIMESTAMP, RUNTIME):
             self._add_times(axis, skew)
-        keys = dict.fromkeys(k for r in self._ranks for k in r.table.column_names)
+        keys = dict.fromkeys(k for r in self._ranks for k in r.table.schema.names)
         for key in keys:
             if key not in AXES:
                 self._add_key(key, set(keys))

@@ -103,9 +103,9 @@ def _without_dump(history: History, dumped_to: int | None, since: float) -> _Int
     """
     if dumped_to is None or not len(history):
         return np.empty(0, dtype=np.int64)
-    logged = history.table.drop_columns(sorted(history.added & set(history.table.column_names)))
+    logged = history.table.drop_columns(sorted(history.added & set(history.table.schema.names)))
     waiting = training_rows(logged) & (history.steps > dumped_to)
-    if TIMESTAMP in history.table.column_names:
+    if TIMESTAMP in history.table.schema.names:
         times = as_numbers(history.table.column(TIMESTAMP))
         with np.errstate(invalid="ignore"):
             waiting &= ~(times < since)

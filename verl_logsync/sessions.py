@@ -301,7 +301,7 @@ def _last_training_rows(table: pa.Table) -> dict[int, int]:
 
 
 def _shared_numbers(one: pa.Table, other: pa.Table) -> list[str]:
-    names = set(other.column_names)
+    names = set(other.schema.names)
     return [
         name
         for name in training_keys(one)

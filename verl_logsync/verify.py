@@ -108,7 +108,7 @@ def _difference(plan: UploadPlan, row: Mapping[str, Any]) -> str:
     places = np.flatnonzero(plan.history.steps == step)
     if not len(places):
         return f"step {step} found, which was not meant"
-    for name in plan.history.table.column_names:
+    for name in plan.history.table.schema.names:
         want = canonical(decode(plan.history.table.column(name).slice(int(places[0]), 1))[0])
         got = canonical(row[name]) if name in row else MISSING
         if name not in AXES and want != got:

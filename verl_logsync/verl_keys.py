@@ -46,7 +46,7 @@ def is_validation_only(keys: Iterable[str]) -> bool:
 
 def training_keys(table: pa.Table) -> list[str]:
     """The columns that hold results of training steps."""
-    return [name for name in table.column_names if is_training_key(name)]
+    return [name for name in table.schema.names if is_training_key(name)]
 
 
 def training_rows(table: pa.Table) -> np.ndarray[Any, np.dtype[np.bool_]]:

@@ -128,7 +128,7 @@ def diagnose(
     made = [one for one in computed if allowed.has(one.key)]
     derived = gathered(frame, made)
     groups, unused, why_not = _groups(frame, reductions)
-    groups = groups.select([n for n in groups.column_names if n == STEP or allowed.has(n)])
+    groups = groups.select([n for n in groups.schema.names if n == STEP or allowed.has(n)])
     full = frame.with_added(
         {**{m.key: m.series for m in made if m.series.there.any()}, **_numbers(groups)}
     )
@@ -149,13 +149,13 @@ def diagnose(
 
 def with_columns(table: pa.Table, columns: pa.Table) -> pa.Table:
     """A history with the columns of a diagnosis; nothing that was logged is changed."""
-    for name in columns.column_names:
+    for name in columns.schema.names:
         if name == STEP:
             continue
-        if name not in table.column_names:
+        if name not in table.schema.names:
             table = table.append_column(name, columns.column(name))
         else:
-            place = table.column_names.index(name)
+            place = table.schema.names.index(name)
             table = table.set_column(place, name, filled(table.column(name), columns.column(name)))
     return table
 
@@ -202,7 +202,7 @@ def _on_rows(frame: Frame, stacked: pa.Table) -> pa.Table:
     rows = {step: row for row, step in enumerate(frame.steps.tolist())}
     places = np.array([rows[step] for step in stacked.column(STEP).to_pylist()], dtype=np.int64)
     columns = {}
-    for name in stacked.column_names:
+    for name in stacked.schema.names:
         if name != STEP:
             column = stacked.column(name).combine_chunks()
             chosen = np.full(len(frame), -1, dtype=np.int64)
@@ -234,7 +234,7 @@ def _missing_of(reductions: Sequence[StepReduction]) -> dict[str, str]:
 def _joined(*tables: pa.Table) -> pa.Table:
     first, *others = tables
     for other in others:
-        for name in other.column_names:
+        for name in other.schema.names:
             if name != STEP:
                 first = first.append_column(name, other.column(name))
     return first
@@ -245,7 +245,7 @@ def _summary(
 ) -> dict[str, float | int | str]:
     """The highest level of every rule in the whole run, and what there is to say first."""
     summary: dict[str, float | int | str] = {}
-    for name in columns.column_names:
+    for name in columns.schema.names:
         if name.startswith(PREFIX):
             values = columns.column(name).drop_null().to_numpy()
             summary[name] = int(values.max(initial=0))

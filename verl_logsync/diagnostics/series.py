@@ -62,7 +62,7 @@ class Frame:
     def first_rows(self) -> dict[str, int]:
         """The logged keys that have a value anywhere, and the row where each is first seen."""
         found = {}
-        for name in self.table.column_names:
+        for name in self.table.schema.names:
             if name in AXES:
                 continue
             column = self.table.column(name)

@@ -101,7 +101,7 @@ def diagnosed(engine: Engine, loaded: Loaded, columns_of: str = "") -> Diagnosed
     files, tables = sample_tables(reductions, history.steps, settings.tables_every)
     columns = {
         name: diagnosis.columns.column(name)
-        for name in diagnosis.columns.column_names
+        for name in diagnosis.columns.schema.names
         if name != STEP
     } | ({SAMPLES: tables} if files else {})
     account = loaded.account
@@ -123,8 +123,8 @@ def _with_columns(history: History, columns: Mapping[str, Any]) -> History:
     logged_from: dict[str, int] = {}
     for name, whole in columns.items():
         column = _from_first_alarm(name, whole)
-        if name in table.column_names:
-            place, logged = table.column_names.index(name), table.column(name)
+        if name in table.schema.names:
+            place, logged = table.schema.names.index(name), table.column(name)
             row = _first_there(logged)
             column = _up_to(column, row)
             if column.null_count < len(column):
@@ -274,7 +274,7 @@ def _options(engine: Engine, loaded: Loaded, columns_of: str) -> DiagnoseOptions
 def _gpu_memory(loaded: Loaded) -> tuple[dict[int, float], dict[int, float]]:
     """The fullest GPU's memory by step, from the system metrics of offline runs."""
     history = loaded.history
-    if TIMESTAMP not in history.table.column_names:
+    if TIMESTAMP not in history.table.schema.names:
         return {}, {}
     ends = as_numbers(history.table.column(TIMESTAMP))
     percent: dict[int, float] = {}

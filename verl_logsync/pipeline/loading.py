@@ -106,7 +106,7 @@ def _derived_before(attempts: Sequence[AttemptReading]) -> frozenset[str]:
     derived: set[str] = set()
     logged: set[str] = set()
     for file, reading in (pair for attempt in attempts for pair in attempt.readings):
-        names = set(reading.rows.column_names)
+        names = set(reading.rows.schema.names)
         brought = names.intersection(file.facts.derived)
         derived |= brought
         logged |= names - brought

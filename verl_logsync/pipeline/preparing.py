@@ -167,7 +167,7 @@ def _first_trained(history: History) -> float:
     """The first step that the history trains; what the server has from there on is superseded."""
     trained = [
         int(history.steps[int(valid.argmax())])
-        for name in history.table.column_names
+        for name in history.table.schema.names
         if is_training_key(name)
         and (valid := history.table.column(name).is_valid().to_numpy()).any()
     ]
@@ -255,7 +255,7 @@ def _with_added(history: History, added: frozenset[str]) -> History:
     logged = {
         name: int(history.steps[int(valid.argmax())])
         for name in added - history.added
-        if name in history.table.column_names
+        if name in history.table.schema.names
         and (valid := history.table.column(name).is_valid().to_numpy()).any()
     }
     return replace(

@@ -20,6 +20,7 @@ from verl_logsync.columns import AXES, STEP, TIMESTAMP, TableBuilder
 from verl_logsync.errors import NotALog, UnreadableInput, quoted
 from verl_logsync.interfaces import Candidate
 from verl_logsync.jsonlines import BOM, LONGEST_LINE, Line, parse_line, read_lines
+from verl_logsync.known_rows import KnownRows
 from verl_logsync.model import Facts, LogFile, Reading, Skip, SkipReason
 from verl_logsync.verl_keys import is_validation_only
 
@@ -164,10 +165,19 @@ class _Rows:
         self._steps: list[int] = []
         self._times: list[float | None] = []
         self._builder = TableBuilder()
+        self._known = KnownRows(self._builder)
         self._skips: list[Skip] = []
         self._more: dict[SkipReason, int] = {}
 
     def take(self, line: Line) -> None:
+        record = None if line.too_long else self._known.take(line.data)
+        if record is None:
+            self._take_unknown(line)
+        else:
+            self._steps.append(record.step)
+            self._times.append(None)
+
+    def _take_unknown(self, line: Line) -> None:
         if line.too_long:
             self._skip(
                 line, SkipReason.TOO_LONG, f"over {LONGEST_LINE:,} bytes, which W&B does not take"
@@ -195,6 +205,8 @@ class _Rows:
             return
         self._steps.append(step)
         self._times.append(time)
+        if not self._form.step_key and not self._exactly:
+            self._known.learn()
 
     @property
     def rounded(self) -> bool:

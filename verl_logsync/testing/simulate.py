@@ -147,7 +147,7 @@ class SimulatedRun:
 
     def rows(self) -> list[tuple[int, dict[str, Any]]]:
         """(step, metrics) pairs as verl logs them."""
-        names = [name for name in self.table.column_names if name != STEP]
+        names = [name for name in self.table.schema.names if name != STEP]
         columns = {name: self.table.column(name) for name in names}
         there = {name: column.is_valid().to_pylist() for name, column in columns.items()}
         values = {name: decode(column) for name, column in columns.items()}

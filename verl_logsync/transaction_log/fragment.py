@@ -239,7 +239,7 @@ def _derived_by(stored: Any) -> tuple[DerivedBy, ...]:
 
 def _counters(history: History) -> Iterator[bytes]:
     """Verl defines no metrics; what counts progress can then be chosen as an axis."""
-    names = set(history.table.column_names)
+    names = set(history.table.schema.names)
     return (counter_record(name) for name in COUNTERS if name in names)
 
 
@@ -268,7 +268,7 @@ def history_payloads(history: History, first_row: int) -> Iterator[bytes]:
 
 def _stretch(history: History, start: int, count: int) -> Iterator[bytes]:
     table = history.table.slice(start, count)
-    names = [n for n in table.column_names if n != STEP]
+    names = [n for n in table.schema.names if n != STEP]
     columns = [table.column(n) for n in names]
     filled = [c.null_count < count for c in columns]
     names = [n for n, some in zip(names, filled, strict=True) if some]

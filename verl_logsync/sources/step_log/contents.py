@@ -11,6 +11,7 @@ import pyarrow as pa
 from verl_logsync.columns import AXES, STEP, TIMESTAMP, TableBuilder, from_json, to_json
 from verl_logsync.errors import LogsyncError, NotALog
 from verl_logsync.jsonlines import LONGEST_LINE, Line, parse_line, read_lines
+from verl_logsync.known_rows import KnownRows
 from verl_logsync.model import Ending, Reading, Restart, Skip, SkipReason
 from verl_logsync.sources.step_log.headers import Header, header_of, newer_version
 from verl_logsync.sources.step_log.parquet import Group, read_groups
@@ -36,6 +37,7 @@ class Contents:
         self._steps: list[int] = []
         self._times: list[float | None] = []
         self._builder = TableBuilder()
+        self._known = KnownRows(self._builder, fields=("time", "mono"))
         self._skips: list[Skip] = []
         self._more: dict[SkipReason, int] = {}
         self._notes: dict[str, int] = {}
@@ -72,6 +74,10 @@ class Contents:
             self._take_line(str(path), line)
 
     def _take_line(self, place: str, line: Line) -> None:
+        record = None if line.too_long else self._known.take(line.data)
+        if record is not None:
+            self._took(record.step, record.time, record.mono)
+            return
         data = line.data.lstrip(b"\0\r\t ")
         if line.too_long:
             detail = f"over {LONGEST_LINE:,} bytes, which W&B does not take"
@@ -120,6 +126,11 @@ class Contents:
         except ValueError as error:
             self._skip(place, line, SkipReason.MALFORMED, str(error))
             return
+        self._took(step, time, mono)
+        if not self._exactly:
+            self._known.learn()
+
+    def _took(self, step: int, time: Any, mono: Any) -> None:
         self._steps.append(step)
         self._times.append(time if type(time) is float else None)
         if type(time) is float and type(mono) is float:

@@ -132,7 +132,7 @@ def _validates(path: Path) -> bool:
             row = file.read_row_group(0).slice(0, 1)
     except (pa.ArrowException, OSError, ValueError, OverflowError):
         return False  # it is said when the file is read
-    present = [name for name in row.column_names if row.column(name).null_count == 0]
+    present = [name for name in row.schema.names if row.column(name).null_count == 0]
     return is_validation_only(present)
 
 
