@@ -8,7 +8,7 @@ the decoder and read the general way, so what comes out is the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
@@ -16,6 +16,7 @@ import msgspec
 from msgspec.structs import astuple
 
 from verl_logsync.columns import Layout, TableBuilder
+from verl_logsync.structs import strict_struct
 
 #: A step that can be one of W&B's.
 _Step = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -24,7 +25,6 @@ _Step = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _OFTEN: Final = 8
 #: A log whose rows differ all the time is better read the general way.
 _MISSES: Final = 64
-_MOST_KEYS: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +88,10 @@ class KnownRows:
 
     def _made(self, layout: Layout) -> _Known | None:
         """The decoder of a layout; None where its keys cannot be a struct's."""
-        if len(layout.keys) > _MOST_KEYS:
-            return None
-        places = [(f"f{place}", kind) for place, kind in enumerate(layout.kinds)]
-        names = {f"f{place}": key for place, key in enumerate(layout.keys)}
-        try:
-            row = _strict("Row", places, names)
-        except ValueError:  # a key that JSON writes with escapes
+        row = strict_struct("Row", layout.keys, layout.kinds)
+        if row is None:
             return None
         beside = [(name, Any, None) for name in self._fields]
-        record = _strict("Record", [("step", _Step), ("data", row), *beside])
+        fields: list[Any] = [("step", _Step), ("data", row), *beside]
+        record = msgspec.defstruct("Record", fields, forbid_unknown_fields=True, gc=False)
         return _Known(layout, layout.kinds, msgspec.json.Decoder(record).decode)
-
-
-def _strict(name: str, fields: Sequence[Any], rename: Mapping[str, str] | None = None) -> Any:
-    """A struct type of these fields and no other; nothing in it can hold a cycle."""
-    return msgspec.defstruct(name, fields, rename=rename, forbid_unknown_fields=True, gc=False)

@@ -201,3 +201,46 @@ def test_a_file_that_is_gone(tmp_path: Path) -> None:
     """It is an input error that names the file."""
     with pytest.raises(UnreadableInput, match=r"1\.jsonl"):
         list(DumpReader(tmp_path / "1.jsonl").blocks())
+
+
+_USUAL = {"input": "a", "output": "b" * 40, "score": 1.0, "step": 1, "extra": None}
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        b'{"input":"a","output":"b","score":true,"step":1,"extra":[1,{"x":null}]}',
+        b'{"output":"b","input":"a","extra":"\xe2\x80\xa8 \\u00e9","score":"1","step":2}',
+        b'{"input":"a","input":"z","output":"b","score":-0,"step":1,"extra":null}',
+        b'{"input":"a","output":"b","score":12345678901234567890,"step":1,"extra":1e308}',
+        b'{"input":"a","output":"b","score":NaN,"step":1,"extra":-Infinity}',
+        b'{"input":"a","output":"b","score":1e999,"step":1,"extra":0}',
+        b'{"input":"a","output":"b","score":1.0,"step":1}',
+        b'{"input":"a","output":"b","score":1.0,"step":1,"extra":0,"uid":"u_0_0"}',
+        b'{"input":null,"output":"b","score":1.0,"step":1,"extra":0}',
+        b'{"input":"\\ud800","output":"b","score":1.0,"step":1,"extra":0}',
+        b'{"input":"\xff","output":"b","score":1.0,"step":1,"extra":"\xff"}',
+        b'{"input":"a","output":"b","score":1.0,"step":1,"extra":0} x',
+        b'{"input":"a","output":"b"}{"input":"a","output":"b"}',
+        b"[1]",
+        b"",
+        b" \r",
+    ],
+)
+def test_a_row_unlike_those_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, odd: bytes
+) -> None:
+    """Among many usual rows every line gives what it gives in a file of its own."""
+    monkeypatch.setattr(records, "_CHUNK", 256)
+    usual = json.dumps(_USUAL).encode()
+    path, alone = tmp_path / "1.jsonl", tmp_path / "2.jsonl"
+    path.write_bytes(b"\n".join([*[usual] * 10, odd, *[usual] * 10, b""]))
+    alone.write_bytes(odd + b"\n")
+    rows, reader = read(path)
+    expected, one = read(alone)
+    whole = Record("a", "b" * 40, None, 1.0, 1, None, None, None, {"extra": None})
+    assert sorted(map(repr, rows)) == sorted([*map(repr, expected), *[repr(whole)] * 20])
+    assert [skip.detail for skip in reader.skips] == [skip.detail for skip in one.skips]
+    offsets = [offset for block in DumpReader(path).blocks() for offset in block.offsets]
+    lines = path.read_bytes()
+    assert all(lines[at:].startswith((b"{",)) and lines[:at][-1:] in (b"", b"\n") for at in offsets)

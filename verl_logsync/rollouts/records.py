@@ -9,16 +9,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import add, itemgetter
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
+import msgspec
+import numpy as np
 import orjson
+from msgspec.structs import astuple
 
 from verl_logsync.errors import UnreadableInput
 from verl_logsync.jsonlines import parse_line
 from verl_logsync.model import Skip, SkipReason
+from verl_logsync.structs import strict_struct
 
 #: Longer rows are skipped: a dump of any size must be read with little memory.
 LONGEST_ROW: Final = 32 << 20
@@ -30,6 +33,10 @@ OWN_KEYS: Final = frozenset({"input", "output", "gts", "score", "step", "uid", "
 # Small enough for the rows of a chunk to stay in the processor's cache.
 _CHUNK: Final = 1 << 17
 _NEEDED: Final = ("input", "output", "score")
+_TEXTS: Final = frozenset({"input", "output"})
+# How a decoder says that a line is no row that it knows; invalid UTF-8 has an error of its own.
+_LINE_FEED: Final = 10
+_REFUSALS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 # So many bad lines are named one by one; of a file full of them the rest is counted.
 _SKIPS_NAMED: Final = 100
 
@@ -64,6 +71,7 @@ class DumpReader:
         self._path = path
         self._keys: tuple[str, ...] = ()
         self._getter: Callable[[dict[str, Any]], tuple[Any, ...]] | None = None
+        self._decode: Callable[[bytes], list[Any]] | None = None
         self._skips: list[Skip] = []
         self._more: dict[SkipReason, int] = {}
         self.malformed = 0
@@ -96,7 +104,11 @@ class DumpReader:
             ) from error
 
     def _parsed(self, lines: _Lines) -> Iterator[Block]:
-        places = _Places(range(lines.first, lines.first + len(lines.data)), lines.offsets())
+        known = self._known(lines)
+        if known is not None:
+            yield known
+            return
+        places = _Places(range(lines.first, lines.first + len(lines)), lines.offsets)
         rows = _all_parsed(lines)
         if rows is None:
             rows, places = self._parsed_singly(lines, places)
@@ -108,11 +120,24 @@ class DumpReader:
         else:
             yield from self._apart(rows, places)
 
+    def _known(self, lines: _Lines) -> Block | None:
+        """The lines as one block, if all of them are rows that have the keys of those before."""
+        if self._decode is None or lines.too_long or not lines.ended:
+            return None
+        try:
+            rows = self._decode(lines.text)
+        except _REFUSALS:
+            return None
+        if len(rows) != len(lines):  # an empty line
+            return None
+        columns = dict(zip(self._keys, zip(*map(astuple, rows), strict=True), strict=True))
+        return Block(columns, lines.offsets)
+
     def _parsed_singly(self, lines: _Lines, places: _Places) -> tuple[list[Any], _Places]:
         rows: list[Any] = []
         kept = _Places([], [])
-        for data, number, offset in zip(lines.data, *places, strict=True):
-            last = number == lines.first + len(lines.data) - 1
+        for data, number, offset in zip(lines.single(), *places, strict=True):
+            last = number == lines.first + len(lines) - 1
             if not data.strip(b"\0\r\t "):
                 continue
             if last and lines.too_long:
@@ -152,6 +177,9 @@ class DumpReader:
         if type(row) is dict and all(key in row for key in _NEEDED):
             self._keys = tuple(row)
             self._getter = itemgetter(*self._keys)
+            kinds = [str if key in _TEXTS else Any for key in self._keys]
+            struct = strict_struct("Row", self._keys, kinds)
+            self._decode = struct and msgspec.json.Decoder(struct).decode_lines
 
     def _apart(self, rows: list[Any], places: _Places) -> Iterator[Block]:
         """The rows that are rows, sorted by their keys."""
@@ -182,10 +210,10 @@ class DumpReader:
 
 def _all_parsed(lines: _Lines) -> list[Any] | None:
     """The values of the lines, if each of them is a whole line of strict JSON."""
-    if lines.too_long or not lines.ended or b"" in lines.data:
+    if lines.too_long or not lines.ended:
         return None
     try:
-        return list(map(orjson.loads, lines.data))
+        return list(map(orjson.loads, lines.single()))
     except ValueError:
         return None
 
@@ -255,20 +283,25 @@ def read_row(stream: BinaryIO, offset: int) -> Record | None:
 
 @dataclass(frozen=True, slots=True)
 class _Lines:
-    """Consecutive lines: the number of the first and its place in the file.
+    """Consecutive lines: the number of the first, its place in the file, and that of each.
 
     Only the last can be `too_long` (then it is not whole) or not `ended`.
     """
 
-    data: list[bytes]
+    text: bytes
     first: int
     start: int
-    ended: bool = True
+    ended: bool
+    offsets: list[int]
     too_long: bool = False
 
-    def offsets(self) -> list[int]:
-        before = accumulate(map(len, self.data), initial=self.start)
-        return list(map(add, before, range(len(self.data))))  # and one line end for each
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def single(self) -> list[bytes]:
+        """Each of them without its end; U+2028 and others occur inside strings and end none."""
+        lines = self.text.split(b"\n")
+        return lines[:-1] if self.ended else lines
 
 
 class _Places(NamedTuple):
@@ -279,16 +312,17 @@ class _Places(NamedTuple):
 
 
 def _chunks(stream: BinaryIO) -> Iterator[_Lines]:
-    """The lines of a file, split at line feeds only: U+2028 and others occur inside strings."""
+    """The lines of a file, many at a time."""
     number, start = 1, 0
     rest: list[bytes] = []
     held = 0
     while data := stream.read(_CHUNK):
-        if b"\n" not in data:
+        end = data.rfind(b"\n") + 1
+        if not end:
             rest.append(data)
             held += len(data)
             if held > LONGEST_ROW:
-                yield _Lines([b"".join(rest)[:80]], number, start, too_long=True)
+                yield _Lines(b"".join(rest)[:80], number, start, False, [start], too_long=True)
                 start += held
                 rest, held = [], 0
                 tail, passed = _after_line(stream)
@@ -297,17 +331,20 @@ def _chunks(stream: BinaryIO) -> Iterator[_Lines]:
                 if tail:
                     rest, held = [tail], len(tail)
             continue
-        lines = data.split(b"\n")
-        lines[0] = b"".join([*rest, lines[0]])
-        tail = lines.pop()
-        yield _Lines(lines, number, start)
+        lines = _lines(b"".join([*rest, data[:end]]), number, start)
+        yield lines
         number += len(lines)
-        start += sum(map(len, lines)) + len(lines)
-        rest, held = ([tail] if tail else []), len(tail)
-    if rest:
-        lines = b"".join(rest).split(b"\n")
-        ended = not lines[-1]
-        yield _Lines(lines[:-1] if ended else lines, number, start, ended=ended)
+        start += len(lines.text)
+        rest, held = [data[end:]], len(data) - end
+    if held:
+        yield _lines(b"".join(rest), number, start)
+
+
+def _lines(text: bytes, number: int, start: int) -> _Lines:
+    ends = np.flatnonzero(np.frombuffer(text, dtype=np.uint8) == _LINE_FEED)
+    begins = [start, *(ends + (start + 1)).tolist()]
+    ended = begins[-1] == start + len(text)
+    return _Lines(text, number, start, ended, begins[:-1] if ended else begins)
 
 
 def _after_line(stream: BinaryIO) -> tuple[bytes, int]:

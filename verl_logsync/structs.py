@@ -1,0 +1,31 @@
+"""Struct types that take objects of certain keys and no others, for `msgspec` to decode into."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+_MOST_KEYS: Final = 4096
+
+
+def strict_struct(name: str, keys: Sequence[str], kinds: Sequence[Any]) -> Any:
+    """A struct type whose fields are these keys, in this order; None where none can be.
+
+    Decoding into it refuses objects that lack a key, have another one or a value of another kind.
+
+    Args:
+        name: of the type.
+        keys: as JSON has them.
+        kinds: the type of each key's values.
+    """
+    if len(keys) > _MOST_KEYS:
+        return None
+    fields = [(f"f{place}", kind) for place, kind in enumerate(kinds)]
+    names = {f"f{place}": key for place, key in enumerate(keys)}
+    try:
+        # Nothing in it can hold a cycle, so the garbage collector need not look.
+        return msgspec.defstruct(name, fields, rename=names, forbid_unknown_fields=True, gc=False)
+    except ValueError:  # a key that JSON writes with escapes
+        return None
