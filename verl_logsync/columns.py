@@ -36,6 +36,9 @@ ROUNDING: Final = 1e-6
 #: Lists and objects nested more deeply than this are no metric.
 DEEPEST: Final = 64
 
+# So many columns are laid out at once: of thousands a second copy would not fit into memory.
+_AT_ONCE: Final = 256
+
 #: The columns that are not metrics.
 STEP, TIMESTAMP, RUNTIME = "_step", "_timestamp", "_runtime"
 AXES: Final = (STEP, TIMESTAMP, RUNTIME)
@@ -165,11 +168,10 @@ class TableBuilder:
         alike: dict[tuple[int, ...], list[str]] = {}
         for key, layouts in found.items():
             alike.setdefault(tuple(map(id, layouts)), []).append(key)
-        made = {
-            key: column
-            for keys in alike.values()
-            for key, column in zip(keys, _columns(self._count, found[keys[0]], keys), strict=True)
-        }
+        made: dict[str, pa.Array] = {}
+        for keys in alike.values():
+            for some in (keys[at : at + _AT_ONCE] for at in range(0, len(keys), _AT_ONCE)):
+                made |= zip(some, _columns(self._count, found[some[0]], some), strict=True)
         return {key: made[key] for key in found}
 
 
