@@ -510,6 +510,45 @@ def test_a_carriage_return_inside_a_record(log: Log) -> None:
     assert any("carriage return" in skip.detail for skip in reading.skips)
 
 
+QUOTED = """
+    step:0 - timing/gen:21.470 - critic/lr(1e-4):0.100 - actor/entropy_loss:0.433
+    - actor/pg_loss:-0.005 - actor/pg_clipfrac:0.000 - actor/grad_norm:1.992 - critic/score/mean:0.004 - critic/score/max:1.000
+    - prompt_length/min:68.000
+    step:1 - timing/gen:23.020 - critic/lr(1e-4):0.100 - actor/entropy_loss:0.440
+    - actor/pg_loss:0.000 - actor/pg_clipfrac:0.002
+    - prompt_length/min:70.000
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        QUOTED,
+        QUOTED.replace("\n    -", " \n    -"),
+        QUOTED.replace("    ", ""),
+        re.sub(r" ?\n    - ", " -\n    ", QUOTED),
+        re.sub(r" ?\n    - ", " - \n", QUOTED),
+        QUOTED.replace("    - prompt", "  - prompt") + "    - a list of something: 5\n",
+    ],
+)
+def test_records_as_documents_quote_them(log: Log, text: str) -> None:
+    """A record that was broken at its dashes, by hand and not by a terminal, is one record."""
+    reading = read(log(*text.split("\n")))
+    first, second = (row for _, row in rows(reading))
+    assert list(first)[-3:] == ["critic/score/mean", "critic/score/max", "prompt_length/min"]
+    assert (len(first), len(second)) == (9, 6)
+    assert (first["prompt_length/min"], second["prompt_length/min"]) == (68.0, 70.0)
+    assert not reading.skips
+
+
+def test_a_list_is_no_rest_of_a_record(log: Log) -> None:
+    """What begins with a dash and holds no pairs of a metric is left alone."""
+    lines = ["step:1 - a/b:1.0", "- see: 5", "- note - a:1", "step:2 - a/b:2.0 -", "that was all"]
+    reading = read(log(*lines))
+    assert [(step, row["a/b"]) for step, row in rows(reading)] == [(1, 1.0), (2, 2.0)]
+    assert all(set(row) == {"a/b"} for _, row in rows(reading))
+
+
 def test_a_paste_that_ends_inside_a_record(log: Log) -> None:
     """Where a paste ends at the terminal's width, its last record may go on: it is not read yet."""
     line = "(TaskRunner pid=1) step:{} - critic/score/mean:0.12345678 - critic/score/max:0.87654321"

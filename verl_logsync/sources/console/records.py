@@ -32,6 +32,7 @@ _REPLACED: Final = "\ufffd"  # stands for bytes that are no UTF-8
 # Bytes that were no text, or a value inside: two pairs that became one.
 _NO_KEY: Final = re.compile(r"[\ufffd\x00-\x1f\x7f-\x9f]|:-?\d")
 _NOT_IN_KEY: Final = re.compile(r"[ :]")
+_LISTED: Final = re.compile(r"\s*(?P<dash>- )?(?P<pairs>\S.*?)\s*$")
 _FEWEST: Final = 3
 _LONGEST_PAIR: Final = 300
 _MOST_LINES: Final = 5000
@@ -70,7 +71,7 @@ def parse_record(text: str) -> Record | None:
     found = record_start(text)
     if not found:
         return None
-    pieces = text[found.end() :].rstrip().split(_BETWEEN)
+    pieces = text[found.end() :].rstrip().removesuffix(" -").split(_BETWEEN)
     record = _pairs(int(found[1]), pieces)
     if not record.values:
         return record if not found.start() and _is_damaged(pieces[0]) else None
@@ -166,6 +167,27 @@ class Broken:
         self.lines = 1
         self.ended = False
         self.unsure = False
+
+    def take_listed(self, more: str) -> bool:
+        """Add a line of whole pairs when a dash at its start or at the end of the line before says
+        that it goes on, as documents quote long records.
+        """
+        begun = self.text.rstrip()
+        pairs = _LISTED.match(more)
+        if pairs is None or self.lines >= _MOST_LINES:
+            return False
+        if bool(pairs["dash"]) == begun.endswith(" -"):
+            return False
+        begun = begun.removesuffix(" -")
+        *whole, last = pairs["pairs"].split(_BETWEEN)
+        if number(begun.rpartition(":")[2]) is None or not all(map(_is_pair, whole)):
+            return False
+        if not _is_pair(last.removesuffix(" -")):
+            return False
+        self.text = begun + _BETWEEN + pairs["pairs"]
+        self.lines += 1
+        self.ended = not _is_full(more, self.width)
+        return True
 
     def take(self, more: str, *, known_width: int, longest: int) -> bool:
         """Add a line if it continues the record.

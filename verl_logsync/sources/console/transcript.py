@@ -426,6 +426,8 @@ class Transcript:
             return True
         if not inside.bare:
             return False
+        if broken.take_listed(visible):
+            return True
         taken = broken.take(visible, known_width=self._width, longest=self._longest)
         if taken and len(visible) <= broken.width <= Broken.WIDEST:
             self._width = max(self._width, broken.width)
