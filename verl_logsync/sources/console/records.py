@@ -244,7 +244,8 @@ def _is_full(line: str, width: int) -> bool:
 
 def _whole(piece: str) -> bool:
     key, _, printed = piece.strip(" ").rpartition(":")
-    return bool(key) and not _NOT_IN_KEY.search(key) and number(printed) is not None
+    printed_so = not printed.startswith(" ")  # prose has "note: 5"
+    return bool(key) and printed_so and not _NOT_IN_KEY.search(key) and number(printed) is not None
 
 
 def without_last_pair(text: str) -> str:
