@@ -510,6 +510,17 @@ def test_a_carriage_return_inside_a_record(log: Log) -> None:
     assert any("carriage return" in skip.detail for skip in reading.skips)
 
 
+@pytest.mark.parametrize("left", ["", "^[", "\ufffd", "\u241b"])
+def test_colours_that_lost_their_escape_character(log: Log, left: str) -> None:
+    """Text copied from a web page or shown by `cat -v` keeps `[36m`: config and blocks are read."""
+    text = MERGED.read_text()
+    assert "\x1b[36m(" in text
+    faded, whole = (read(log(*t.split("\n"))) for t in (text.replace("\x1b", left), text))
+    assert rows(faded) == rows(whole)
+    assert faded.config == whole.config != {}
+    assert not faded.skips
+
+
 QUOTED = """
     step:0 - timing/gen:21.470 - critic/lr(1e-4):0.100 - actor/entropy_loss:0.433
     - actor/pg_loss:-0.005 - actor/pg_clipfrac:0.000 - actor/grad_norm:1.992 - critic/score/mean:0.004 - critic/score/max:1.000

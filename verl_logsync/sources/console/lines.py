@@ -37,7 +37,11 @@ _AROUND: Final = tuple(
         r"[\w.-]+ +\| ",  # docker compose
     )
 )
-_RAY: Final = re.compile(r"\((?P<who>[^()]*?)\bpid=(?P<pid>\d+)(?:, ip=(?P<ip>[^()\s]+))?\)(?: |$)")
+# What is left of a colour where text was copied from an editor or a web page, or shown by `cat -v`.
+_FADED: Final = r"(?:(?:\^\[|[\ufffd\u241b])?\[\d{1,3}(?:;\d{1,3}){0,4}m)?"
+_RAY: Final = re.compile(
+    rf"{_FADED}\((?P<who>[^()]*?)\bpid=(?P<pid>\d+)(?:, ip=(?P<ip>[^()\s]+))?\){_FADED}(?: |$)"
+)
 _REPEATED: Final = re.compile(r" \[repeated \d+x across cluster\](?: \(Ray deduplicates.*)?$")
 _RECORD: Final = re.compile(r"(?:^|\s)step:\d+ -")
 # "2026-12-01 03:33:07,261	INFO worker.py" (Ray), "INFO:2026-12-01 03:33:38,568:" (verl 0.9)
