@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import astuple
 
 from verl_logsync.columns import Layout, TableBuilder
-from verl_logsync.structs import strict_struct
+from verl_logsync.structs import REFUSALS, strict_struct
 
 #: A step that can be one of W&B's.
 _Step = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -63,7 +63,7 @@ class KnownRows:
             return None
         try:
             record = known.decode(line)
-        except (msgspec.MsgspecError, RecursionError):
+        except REFUSALS:
             self._misses += 1
             return None
         self._hits += 1

@@ -7,6 +7,10 @@ from typing import Any, Final
 
 import msgspec
 
+#: How a decoder says that a line is nothing that it takes: older versions of msgspec let the errors
+#: of invalid UTF-8 through as they are.
+REFUSALS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
 _MOST_KEYS: Final = 4096
 
 

@@ -21,7 +21,7 @@ from msgspec.structs import astuple
 from verl_logsync.errors import UnreadableInput
 from verl_logsync.jsonlines import parse_line
 from verl_logsync.model import Skip, SkipReason
-from verl_logsync.structs import strict_struct
+from verl_logsync.structs import REFUSALS, strict_struct
 
 #: Longer rows are skipped: a dump of any size must be read with little memory.
 LONGEST_ROW: Final = 32 << 20
@@ -34,9 +34,7 @@ OWN_KEYS: Final = frozenset({"input", "output", "gts", "score", "step", "uid", "
 _CHUNK: Final = 1 << 17
 _NEEDED: Final = ("input", "output", "score")
 _TEXTS: Final = frozenset({"input", "output"})
-# How a decoder says that a line is no row that it knows; invalid UTF-8 has an error of its own.
 _LINE_FEED: Final = 10
-_REFUSALS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 # So many bad lines are named one by one; of a file full of them the rest is counted.
 _SKIPS_NAMED: Final = 100
 
@@ -126,7 +124,7 @@ class DumpReader:
             return None
         try:
             rows = self._decode(lines.text)
-        except _REFUSALS:
+        except REFUSALS:
             return None
         if len(rows) != len(lines):  # an empty line
             return None
