@@ -21,7 +21,7 @@ from msgspec.structs import astuple
 from verl_logsync.errors import UnreadableInput
 from verl_logsync.jsonlines import parse_line
 from verl_logsync.model import Skip, SkipReason
-from verl_logsync.structs import REFUSALS, strict_struct
+from verl_logsync.structs import NESTED, REFUSALS, SCALAR, strict_struct
 
 #: Longer rows are skipped: a dump of any size must be read with little memory.
 LONGEST_ROW: Final = 32 << 20
@@ -175,8 +175,7 @@ class DumpReader:
         if type(row) is dict and all(key in row for key in _NEEDED):
             self._keys = tuple(row)
             self._getter = itemgetter(*self._keys)
-            kinds = [str if key in _TEXTS else Any for key in self._keys]
-            struct = strict_struct("Row", self._keys, kinds)
+            struct = strict_struct("Row", self._keys, list(map(_kind, row.items())))
             self._decode = struct and msgspec.json.Decoder(struct).decode_lines
 
     def _apart(self, rows: list[Any], places: _Places) -> Iterator[Block]:
@@ -204,6 +203,12 @@ class DumpReader:
         place = f"{self._path}:{number} (byte {offset})"
         look = f"See it with: sed -n {number}p {str(self._path)!r} | head -c 300"
         self._skips.append(Skip(reason, place, why, look, records))
+
+
+def _kind(item: tuple[str, Any]) -> Any:
+    """What a key's values are decoded as; those of other rows are like this row's, or refused."""
+    key, value = item
+    return str if key in _TEXTS else NESTED if type(value) in (list, dict) else SCALAR
 
 
 def _all_parsed(lines: _Lines) -> list[Any] | None:
