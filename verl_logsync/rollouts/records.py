@@ -34,7 +34,7 @@ OWN_KEYS: Final = frozenset({"input", "output", "gts", "score", "step", "uid", "
 _CHUNK: Final = 1 << 17
 _NEEDED: Final = ("input", "output", "score")
 _TEXTS: Final = frozenset({"input", "output"})
-_LINE_FEED: Final = 10
+_LINE_FEED, _OPEN, _CLOSE = b"\n{}"
 # So many bad lines are named one by one; of a file full of them the rest is counted.
 _SKIPS_NAMED: Final = 100
 
@@ -120,13 +120,13 @@ class DumpReader:
 
     def _known(self, lines: _Lines) -> Block | None:
         """The lines as one block, if all of them are rows that have the keys of those before."""
-        if self._decode is None or lines.too_long or not lines.ended:
+        if self._decode is None or not lines.objects:
             return None
         try:
             rows = self._decode(lines.text)
         except REFUSALS:
             return None
-        if len(rows) != len(lines):  # an empty line
+        if len(rows) != len(lines):  # two of them on one line
             return None
         columns = dict(zip(self._keys, zip(*map(astuple, rows), strict=True), strict=True))
         return Block(columns, lines.offsets)
@@ -288,7 +288,8 @@ def read_row(stream: BinaryIO, offset: int) -> Record | None:
 class _Lines:
     """Consecutive lines: the number of the first, its place in the file, and that of each.
 
-    Only the last can be `too_long` (then it is not whole) or not `ended`.
+    Only the last can be `too_long` (then it is not whole) or not `ended`. They are `objects` when
+    each has an end, and begins and ends as an object does: no value then goes on in the next line.
     """
 
     text: bytes
@@ -296,6 +297,7 @@ class _Lines:
     start: int
     ended: bool
     offsets: list[int]
+    objects: bool = False
     too_long: bool = False
 
     def __len__(self) -> int:
@@ -344,10 +346,14 @@ def _chunks(stream: BinaryIO) -> Iterator[_Lines]:
 
 
 def _lines(text: bytes, number: int, start: int) -> _Lines:
-    ends = np.flatnonzero(np.frombuffer(text, dtype=np.uint8) == _LINE_FEED)
+    data = np.frombuffer(text, dtype=np.uint8)
+    ends = np.flatnonzero(data == _LINE_FEED)
     begins = [start, *(ends + (start + 1)).tolist()]
-    ended = begins[-1] == start + len(text)
-    return _Lines(text, number, start, ended, begins[:-1] if ended else begins)
+    if begins[-1] != start + len(text):
+        return _Lines(text, number, start, False, begins)
+    opened = data[0] == _OPEN and (data[ends[:-1] + 1] == _OPEN).all()
+    objects = bool(opened and (data[ends - 1] == _CLOSE).all())
+    return _Lines(text, number, start, True, begins[:-1], objects)
 
 
 def _after_line(stream: BinaryIO) -> tuple[bytes, int]:
