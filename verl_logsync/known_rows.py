@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import astuple
 
 from verl_logsync.columns import Layout, TableBuilder
-from verl_logsync.structs import strict_struct
+from verl_logsync.structs import REFUSALS, SCALAR, strict_struct
 
 #: A step that can be one of W&B's.
 _Step = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -63,7 +63,7 @@ class KnownRows:
             return None
         try:
             record = known.decode(line)
-        except (msgspec.MsgspecError, RecursionError):
+        except REFUSALS:
             self._misses += 1
             return None
         self._hits += 1
@@ -91,7 +91,7 @@ class KnownRows:
         row = strict_struct("Row", layout.keys, layout.kinds)
         if row is None:
             return None
-        beside = [(name, Any, None) for name in self._fields]
+        beside = [(name, SCALAR, None) for name in self._fields]
         fields: list[Any] = [("step", _Step), ("data", row), *beside]
         record = msgspec.defstruct("Record", fields, forbid_unknown_fields=True, gc=False)
         return _Known(layout, layout.kinds, msgspec.json.Decoder(record).decode)

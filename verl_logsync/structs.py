@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
+
+#: How a decoder says that a line is nothing that it takes: older versions of msgspec let the errors
+#: of invalid UTF-8 through as they are.
+REFUSALS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+_Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+#: What holds no other value. An integer beyond 64 bits, which msgspec would keep and orjson makes a
+#: float, is none of these: the general way decides on it.
+SCALAR: Final[Any] = bool | _Whole | float | str | None
+#: A value, a list or an object; what is nested more deeply is refused.
+NESTED: Final[Any] = SCALAR | list[SCALAR] | dict[str, SCALAR]
 
 _MOST_KEYS: Final = 4096
 

@@ -213,6 +213,9 @@ _USUAL = {"input": "a", "output": "b" * 40, "score": 1.0, "step": 1, "extra": No
         b'{"output":"b","input":"a","extra":"\xe2\x80\xa8 \\u00e9","score":"1","step":2}',
         b'{"input":"a","input":"z","output":"b","score":-0,"step":1,"extra":null}',
         b'{"input":"a","output":"b","score":12345678901234567890,"step":1,"extra":1e308}',
+        b'{"input":"a","output":"b","score":123456789012345678901234567890,"step":1,"extra":0}',
+        b'{"input":"a","output":"b","score":-9223372036854775809,"step":18446744073709551616,"extra":0}',
+        b'{"input":"a","output":"b","score":0,"step":1,"extra":[{"x":18446744073709551616}]}',
         b'{"input":"a","output":"b","score":NaN,"step":1,"extra":-Infinity}',
         b'{"input":"a","output":"b","score":1e999,"step":1,"extra":0}',
         b'{"input":"a","output":"b","score":1.0,"step":1}',
@@ -244,3 +247,22 @@ def test_a_row_unlike_those_before(
     offsets = [offset for block in DumpReader(path).blocks() for offset in block.offsets]
     lines = path.read_bytes()
     assert all(lines[at:].startswith((b"{",)) and lines[:at][-1:] in (b"", b"\n") for at in offsets)
+
+
+@pytest.mark.parametrize("blank", [b"\n", b"\r\n", b" \n"])
+def test_a_lost_line_end_and_an_empty_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blank: bytes
+) -> None:
+    """Two rows on one line are no row, though as many rows as lines could be counted."""
+    monkeypatch.setattr(records, "_CHUNK", 1024)
+    usual = json.dumps(_USUAL).encode()
+    lines = [usual + b"\n"] * 40
+    path = tmp_path / "1.jsonl"
+    for other in (blank, usual.replace(b", ", b",\n", 1) + b"\n"):
+        path.write_bytes(b"".join([*lines, usual, *lines[:2], other, *lines]))
+        rows, reader = read(path)
+        assert len(rows) == 81
+        assert {skip.reason for skip in reader.skips} == {SkipReason.MALFORMED}
+        text = path.read_bytes()
+        offsets = [offset for block in DumpReader(path).blocks() for offset in block.offsets]
+        assert all(text[at:].startswith(lines[0]) for at in offsets)

@@ -120,6 +120,18 @@ def test_what_is_no_step(folder: Path, step: str) -> None:
     assert [(skip.reason.name, skip.records) for skip in reading.skips] == [("NO_STEP", 1)]
 
 
+@pytest.mark.parametrize("odd", [b',"\xff":1', b',"more":"\xed\xa0\x80"', b',"a\xc3":1.0'])
+def test_invalid_utf8_after_known_rows(folder: Path, odd: bytes) -> None:
+    """A line of the usual form with bytes that are no text is left out like any such line."""
+    lines = [line_of(step, '{"a":0.5}').encode() for step in range(20)]
+    path = folder / "exp.jsonl"
+    for bad in (lines[0][:-2] + odd + b"}}", lines[0][:-1] + odd + b"}"):
+        path.write_bytes(b"\n".join([*lines, bad, *lines, b""]))
+        reading = VerlFile().read(LogFile(path, "verl_file", Stamp(0, 0, 0, 0), Facts()))
+        assert reading.rows.num_rows == 40
+        assert [skip.reason.name for skip in reading.skips] == ["MALFORMED"]
+
+
 def test_validated_steps_between_do_not_slow_it_down() -> None:
     """After a single row of other keys the next usual one is known again; two change the rule."""
     builder = TableBuilder()

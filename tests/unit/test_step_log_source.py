@@ -263,6 +263,32 @@ def test_a_histogram_is_given_in_wandbs_form(tmp_path: Path) -> None:
     assert reading.notes == ("histograms of h leave out numbers that are not finite: 2",)
 
 
+@pytest.mark.parametrize(
+    ("time", "kept"),
+    [
+        ("1700000000.5", 1700000000.5),
+        ("1700000000", None),
+        ("18446744073709551616", 2.0**64),
+        ("-9223372036854775809", -(2.0**63)),
+        ("true", None),
+        ("null", None),
+        ('"1"', None),
+        ("[1.5]", None),
+    ],
+)
+def test_odd_times(time: str, kept: float | None, tmp_path: Path) -> None:
+    """A time counts if JSON's usual parser takes it as a float, wherever in the log it stands."""
+    path = tmp_path / "rank-0000.steps.jsonl"
+    usual = '{"step":%d,"time":1.5,"mono":1.5,"data":{"a":0.5}}'
+    lines = [usual % step for step in range(30)]
+    for place in (1, 25):
+        odd = lines[place].replace('"time":1.5', f'"time":{time}')
+        path.write_text("\n".join([*lines[:place], odd, *lines[place + 1 :], ""]))
+        reading = read(path)
+        assert reading.rows.column("_timestamp").to_pylist()[place] == kept
+        assert reading.rows.num_rows == 30
+
+
 def test_a_jump_of_the_clock_is_noted(tmp_path: Path) -> None:
     """A wall clock that was set while the job ran shows against the monotonic one."""
     path = write(tmp_path)

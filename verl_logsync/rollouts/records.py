@@ -21,7 +21,7 @@ from msgspec.structs import astuple
 from verl_logsync.errors import UnreadableInput
 from verl_logsync.jsonlines import parse_line
 from verl_logsync.model import Skip, SkipReason
-from verl_logsync.structs import strict_struct
+from verl_logsync.structs import NESTED, REFUSALS, SCALAR, strict_struct
 
 #: Longer rows are skipped: a dump of any size must be read with little memory.
 LONGEST_ROW: Final = 32 << 20
@@ -34,9 +34,7 @@ OWN_KEYS: Final = frozenset({"input", "output", "gts", "score", "step", "uid", "
 _CHUNK: Final = 1 << 17
 _NEEDED: Final = ("input", "output", "score")
 _TEXTS: Final = frozenset({"input", "output"})
-# How a decoder says that a line is no row that it knows; invalid UTF-8 has an error of its own.
-_LINE_FEED: Final = 10
-_REFUSALS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+_LINE_FEED, _OPEN, _CLOSE = b"\n{}"
 # So many bad lines are named one by one; of a file full of them the rest is counted.
 _SKIPS_NAMED: Final = 100
 
@@ -122,13 +120,13 @@ class DumpReader:
 
     def _known(self, lines: _Lines) -> Block | None:
         """The lines as one block, if all of them are rows that have the keys of those before."""
-        if self._decode is None or lines.too_long or not lines.ended:
+        if self._decode is None or not lines.objects:
             return None
         try:
             rows = self._decode(lines.text)
-        except _REFUSALS:
+        except REFUSALS:
             return None
-        if len(rows) != len(lines):  # an empty line
+        if len(rows) != len(lines):  # two of them on one line
             return None
         columns = dict(zip(self._keys, zip(*map(astuple, rows), strict=True), strict=True))
         return Block(columns, lines.offsets)
@@ -177,8 +175,7 @@ class DumpReader:
         if type(row) is dict and all(key in row for key in _NEEDED):
             self._keys = tuple(row)
             self._getter = itemgetter(*self._keys)
-            kinds = [str if key in _TEXTS else Any for key in self._keys]
-            struct = strict_struct("Row", self._keys, kinds)
+            struct = strict_struct("Row", self._keys, list(map(_kind, row.items())))
             self._decode = struct and msgspec.json.Decoder(struct).decode_lines
 
     def _apart(self, rows: list[Any], places: _Places) -> Iterator[Block]:
@@ -206,6 +203,12 @@ class DumpReader:
         place = f"{self._path}:{number} (byte {offset})"
         look = f"See it with: sed -n {number}p {str(self._path)!r} | head -c 300"
         self._skips.append(Skip(reason, place, why, look, records))
+
+
+def _kind(item: tuple[str, Any]) -> Any:
+    """What a key's values are decoded as; those of other rows are like this row's, or refused."""
+    key, value = item
+    return str if key in _TEXTS else NESTED if type(value) in (list, dict) else SCALAR
 
 
 def _all_parsed(lines: _Lines) -> list[Any] | None:
@@ -285,7 +288,8 @@ def read_row(stream: BinaryIO, offset: int) -> Record | None:
 class _Lines:
     """Consecutive lines: the number of the first, its place in the file, and that of each.
 
-    Only the last can be `too_long` (then it is not whole) or not `ended`.
+    Only the last can be `too_long` (then it is not whole) or not `ended`. They are `objects` when
+    each has an end, and begins and ends as an object does: no value then goes on in the next line.
     """
 
     text: bytes
@@ -293,6 +297,7 @@ class _Lines:
     start: int
     ended: bool
     offsets: list[int]
+    objects: bool = False
     too_long: bool = False
 
     def __len__(self) -> int:
@@ -341,10 +346,14 @@ def _chunks(stream: BinaryIO) -> Iterator[_Lines]:
 
 
 def _lines(text: bytes, number: int, start: int) -> _Lines:
-    ends = np.flatnonzero(np.frombuffer(text, dtype=np.uint8) == _LINE_FEED)
+    data = np.frombuffer(text, dtype=np.uint8)
+    ends = np.flatnonzero(data == _LINE_FEED)
     begins = [start, *(ends + (start + 1)).tolist()]
-    ended = begins[-1] == start + len(text)
-    return _Lines(text, number, start, ended, begins[:-1] if ended else begins)
+    if begins[-1] != start + len(text):
+        return _Lines(text, number, start, False, begins)
+    opened = data[0] == _OPEN and (data[ends[:-1] + 1] == _OPEN).all()
+    objects = bool(opened and (data[ends - 1] == _CLOSE).all())
+    return _Lines(text, number, start, True, begins[:-1], objects)
 
 
 def _after_line(stream: BinaryIO) -> tuple[bytes, int]:
