@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 
 import pytest
@@ -86,3 +87,43 @@ def test_v17_true_truncation_is_told(config, outputs, configured, derived):
     found, codes = derived("rollout/truncation_ratio")
     assert found == [0, 0] + [0.3] * 28
     assert "TRUNCATION" in codes
+
+
+def falls(step):
+    """An entropy that collapses."""
+    return 0.8 * math.exp(-step / 8) + 0.001 * (step % 3)
+
+
+ENTROPIES = {
+    "actor/entropy_loss only": lambda s: {"actor/entropy_loss": falls(s)},
+    "actor/entropy only": lambda s: {"actor/entropy": falls(s)},
+    "both": lambda s: {"actor/entropy": falls(s), "actor/entropy_loss": 0.7},
+    "a resume under a verl with both": lambda s: (
+        {"actor/entropy_loss": falls(s)}
+        if s <= 50
+        else {"actor/entropy": falls(s), "actor/entropy_loss": 0.7}
+    ),
+}
+
+
+@pytest.mark.parametrize("keys", ENTROPIES)
+def test_v19_one_canonical_entropy(keys, outputs, derived, one_run):
+    """Verl case 19: whichever name a version gave it, the rules see one entropy and find the same;
+    where there are two actor/entropy counts and the other stays under its name."""
+    rows = [(s, {"actor/pg_loss": 0.1, **ENTROPIES[keys](s)}) for s in range(1, 101)]
+    write_verl_log(outputs / "grpo" / "qwen.jsonl", rows)
+    found, codes = derived("actor/entropy")
+    assert found == [falls(s) for s in range(1, 101)]
+    assert {"ENTROPY_COLLAPSE", "ENTROPY_SUDDEN_DROP", "ENTROPY_GONE"} <= codes
+    other = [row.get("actor/entropy_loss") for row in one_run().rows]
+    assert other == [data.get("actor/entropy_loss") for _, data in rows]
+
+
+def test_v19_the_entropy_of_the_update_alone_raises_nothing(outputs, derived):
+    """Verl case 19: beside an actor/entropy that stands still, what happens to the other is not
+    taken for it."""
+    rows = [(s, {"actor/entropy": 0.8, "actor/entropy_loss": falls(s)}) for s in range(1, 101)]
+    write_verl_log(outputs / "grpo" / "qwen.jsonl", rows)
+    found, codes = derived("actor/entropy")
+    assert found == [0.8] * 100
+    assert not any(code.startswith("ENTROPY") for code in codes)
