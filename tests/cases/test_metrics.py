@@ -127,3 +127,33 @@ def test_v19_the_entropy_of_the_update_alone_raises_nothing(outputs, derived):
     found, codes = derived("actor/entropy")
     assert found == [0.8] * 100
     assert not any(code.startswith("ENTROPY") for code in codes)
+
+
+def test_v20_memory_and_loss_in_both_spellings(outputs, derived, one_run):
+    """Verl case 20: the memory and the loss of engine workers and those of earlier ones are the
+    same canonical series, also where a run goes on under the other; nothing logged is changed."""
+
+    def data(step):
+        if step <= 10:
+            return {
+                "actor/pg_loss": 0.5,
+                "actor/kl_loss": 2.0,
+                "actor/kl_coef": 0.1,
+                "perf/max_memory_allocated_gb": 30.0 + step,
+                "perf/max_memory_reserved_gb": 60.0,
+            }
+        return {
+            "actor/pg_loss": 0.5,
+            "actor/loss": 0.75,
+            "actor/perf/max_memory_allocated_gb": 30.0 + step,
+            "actor/perf/max_memory_reserved_gb": 60.0,
+        }
+
+    write_verl_log(outputs / "grpo" / "qwen.jsonl", [(s, data(s)) for s in range(1, 21)])
+    found, _ = derived("hybrid_engine/gpu_mem_allocated_gb")
+    assert found == [30.0 + s for s in range(1, 21)]
+    rows = one_run().rows
+    assert [row["actor/loss"] for row in rows] == [pytest.approx(0.7)] * 10 + [0.75] * 10
+    for row in rows:
+        logged = data(row["_step"])
+        assert {key: row[key] for key in logged} == logged
