@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -69,13 +70,12 @@ def test_i4_a_key_from_netrc_is_named_so(log, upload, server):
     assert KEY not in done.stdout + done.stderr
 
 
-def _run(upload, arguments, verb="upload", cwd=None, prefix=(), **env):
+def _run(upload, arguments, change=list, **env):
     """The program without terminal and standard input, environment variables of "" left out."""
-    known = {k: v for k, v in upload.env(**env).items() if v != ""}
     return subprocess.run(
-        [*prefix, *upload.command(*arguments, verb=verb)],
-        env=known,
-        cwd=cwd or upload.home,
+        change(upload.command(*arguments)),
+        env={k: v for k, v in upload.env(**env).items() if v != ""},
+        cwd=upload.home,
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
@@ -83,3 +83,84 @@ def _run(upload, arguments, verb="upload", cwd=None, prefix=(), **env):
         timeout=120,
         check=False,
     )
+
+
+@pytest.fixture
+def read_only_home(upload, permissions_count):
+    """A home folder that cannot be written, with somebody else's unreadable `.netrc`."""
+    netrc = upload.home / ".netrc"
+    netrc.write_text(f"machine 127.0.0.1 login user password {KEY}\n")
+    netrc.chmod(0)
+    if os.geteuid() == 0:
+        os.chown(netrc, 12345, 12345)
+    upload.home.chmod(0o555)
+    yield upload.home
+    upload.home.chmod(0o755)
+
+
+def test_i5_only_an_api_key(log, upload, one_run, read_only_home, tmp_path, without_powers):
+    """I5: with a read-only home, an unreadable .netrc, no terminal and only WANDB_API_KEY it works;
+    where the state is kept instead is said, and counts the next time."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    env = {"VERL_LOGSYNC_STATE_DIR": "", "TMPDIR": str(temporary)}
+    first = _run(upload, [log], without_powers, **env)
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert len(one_run().rows) == 8
+    (state,) = temporary.glob("verl-logsync-*")
+    assert str(state) in first.stderr
+    assert state.stat().st_mode & 0o077 == 0
+    again = _run(upload, [log], without_powers, **env)
+    assert (again.returncode, "up to date" in again.stdout) == (0, True)
+    assert not any(path.name != ".netrc" for path in read_only_home.iterdir())
+
+
+def test_i5_without_a_key_one_line(log, upload, read_only_home, without_powers):
+    """I5: without any key there is one line and exit code 5, never a question."""
+    done = _run(upload, [log], without_powers, WANDB_API_KEY="", VERL_LOGSYNC_STATE_DIR="")
+    assert done.returncode == 5
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert "no API key" in line
+    assert "WANDB_API_KEY" in line
+
+
+def test_i5_state_of_somebody_else_is_not_used(
+    log, upload, read_only_home, tmp_path, without_powers
+):
+    """I5: what lies among the temporary files under our name but is a link is not written to."""
+    temporary, trap = tmp_path / "temporary", tmp_path / "trap"
+    temporary.mkdir()
+    trap.mkdir()
+    (temporary / f"verl-logsync-{os.getuid()}").symlink_to(trap)
+    env = {"VERL_LOGSYNC_STATE_DIR": "", "TMPDIR": str(temporary)}
+    done = _run(upload, [log], without_powers, **env)
+    assert done.returncode == 2
+    assert "--state-dir" in done.stderr
+    assert not list(trap.iterdir())
+
+
+@pytest.fixture
+def open_folder():
+    """A folder that every user may enter and write."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o777)
+        yield Path(name)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root")
+def test_i5_a_user_without_a_home(log, upload, one_run, open_folder):
+    """I5: a user whom no one knows and who has no HOME, as in containers, can upload; without a key
+    there is one line."""
+    shutil.copytree(log.parent, open_folder / "grpo")
+    # Python itself may lie where only root looks.
+    user = ["setpriv", "--reuid=54321", "--inh-caps=+dac_override", "--ambient-caps=+dac_override"]
+    env = {"HOME": "", "VERL_LOGSYNC_STATE_DIR": "", "TMPDIR": str(open_folder)}
+    for _ in range(2):
+        done = _run(upload, [open_folder / "grpo"], lambda command: [*user, *command], **env)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert len(one_run().rows) == 8
+    assert "up to date" in done.stdout
+    env["WANDB_API_KEY"] = ""
+    done = _run(upload, [open_folder / "grpo"], lambda command: [*user, *command], **env)
+    assert (done.returncode, len(done.stderr.splitlines())) == (5, 1), done.stderr
