@@ -6,7 +6,11 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -164,3 +168,94 @@ def test_i5_a_user_without_a_home(log, upload, one_run, open_folder):
     env["WANDB_API_KEY"] = ""
     done = _run(upload, [open_folder / "grpo"], lambda command: [*user, *command], **env)
     assert (done.returncode, len(done.stderr.splitlines())) == (5, 1), done.stderr
+
+
+class _Recorder(BaseHTTPRequestHandler):
+    """A proxy that writes down what it is asked for, and forwards it to one server.
+
+    What is encrypted (CONNECT) it does not forward.
+    """
+
+    protocol_version = "HTTP/1.1"
+
+    def do_CONNECT(self):
+        self.server.asked.append(f"CONNECT {self.path}")
+        self.send_error(502)
+
+    def do_POST(self):
+        parts = urlsplit(self.path)
+        self.server.asked.append(f"{self.command} {parts.netloc}{parts.path}")
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        behind = HTTPConnection(self.server.behind, timeout=30)
+        path = f"{parts.path}?{parts.query}" if parts.query else parts.path
+        headers = {k: v for k, v in self.headers.items() if not k.lower().startswith("proxy-")}
+        behind.request(self.command, path, body, headers)
+        answer = behind.getresponse()
+        content = answer.read()
+        self.send_response(answer.status)
+        kept = {"content-length", "transfer-encoding", "connection", "date", "server"}
+        for key, value in answer.getheaders():
+            if key.lower() not in kept:
+                self.send_header(key, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_GET = do_PUT = do_POST  # noqa: N815
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def proxy(server):
+    """A proxy before the server; `asked` is what it was asked for."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Recorder) as running:
+        running.asked = []
+        running.behind = urlsplit(server.url).netloc
+        running.url = f"http://127.0.0.1:{running.server_port}"
+        thread = threading.Thread(target=running.serve_forever, daemon=True)
+        thread.start()
+        yield running
+        running.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("name", ["HTTP_PROXY", "http_proxy"])
+def test_i6_all_questions_and_rows_go_through_the_proxy(name, log, upload, proxy, one_run):
+    """I6: a server that only the proxy knows gets everything: our questions, runs, rows."""
+    env = {name: proxy.url, "WANDB_BASE_URL": "http://wandb.invalid", "NO_PROXY": ""}
+    done = _run(upload, [log], **env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(one_run().rows) == 8
+    assert "POST wandb.invalid/graphql" in proxy.asked
+    assert any(asked.endswith("/file_stream") for asked in proxy.asked)
+
+
+def test_i6_what_needs_no_proxy_goes_straight(log, upload, proxy, one_run):
+    """I6: NO_PROXY for the server's host leaves the proxy out of everything."""
+    proxies = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY"), proxy.url)
+    done = _run(upload, [log], **proxies, NO_PROXY="example.com,127.0.0.1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(one_run().rows) == 8
+    assert proxy.asked == []
+
+
+def test_i6_encrypted_servers_are_asked_through_the_proxy(log, upload, proxy):
+    """I6: HTTPS_PROXY is asked for a server of https; that it does not let us through ends with 6
+    and names the proxy."""
+    env = {"HTTPS_PROXY": proxy.url, "WANDB_BASE_URL": "https://wandb.invalid", "NO_PROXY": ""}
+    done = _run(upload, [log, "--timeout", "5"], **env)
+    assert done.returncode == 6
+    assert set(proxy.asked) == {"CONNECT wandb.invalid:443"}
+    assert "proxy" in (done.stdout + done.stderr).lower()
+
+
+def test_i6_rows_do_not_need_the_storage_host(log, upload, server, one_run):
+    """I6: where files cannot be stored all rows arrive; what is missing is named."""
+    server.faults.add(Fault("storage", status=403, times=None))
+    result = upload(log)
+    assert len(one_run().rows) == 8
+    assert result.code in (0, 4)
+    if result.code == 4:
+        assert all("row" not in difference for difference in result.only["differences"])
