@@ -275,6 +275,12 @@ def _without_powers(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-c", _DROP_POWERS, *command]
 
 
+@pytest.fixture
+def without_powers() -> Callable[[Sequence[str]], list[str]]:
+    """A command changed so that permissions count for root too."""
+    return _without_powers
+
+
 @pytest.fixture(scope="session", autouse=True)
 def interrupts_count() -> None:
     """A shell has the programs that it runs in the background ignore Ctrl-C; theirs, too."""

@@ -91,7 +91,7 @@ def locked(folder: Path, wait: float = 5.0) -> Iterator[int]:
         StateError: the folder cannot be made or written.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise _state_error(folder, error) from error

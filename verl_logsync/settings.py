@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -44,9 +46,49 @@ _WANDB_MODES: Final = {
 
 
 def default_state_dir() -> Path:
-    """`$XDG_STATE_HOME/verl-logsync`, else `~/.local/state/verl-logsync`."""
+    """`$XDG_STATE_HOME/verl-logsync`, else `~/.local/state/verl-logsync`.
+
+    Where the home folder cannot be written (containers), one of this user's among the temporary
+    files: state is a cache, and without it the server is asked again.
+    """
     base = os.environ.get("XDG_STATE_HOME")
-    return (Path(base) if base else Path("~/.local/state").expanduser()) / "verl-logsync"
+    if base:
+        return Path(base) / "verl-logsync"
+    usual = _home() / ".local" / "state" / "verl-logsync"
+    if _can_be_made(usual):
+        return usual
+    instead = temporary_state_dir()
+    return instead if _is_ours(instead) and _can_be_made(instead) else usual
+
+
+def temporary_state_dir() -> Path:
+    """Where state is kept when the home folder cannot be written."""
+    return Path(tempfile.gettempdir()) / f"verl-logsync-{os.getuid()}"
+
+
+def _home() -> Path:
+    """The home folder; containers run users of whom nobody knows one."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path("/")
+
+
+def _can_be_made(folder: Path) -> bool:
+    """Whether a folder, or the nearest one above that exists, can be written."""
+    nearest = next((path for path in (folder, *folder.parents) if os.path.lexists(path)), folder)
+    return os.access(nearest, os.W_OK | os.X_OK)
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether nobody else made it: temporary files are anybody's."""
+    try:
+        found = folder.lstat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
 
 
 @dataclass(frozen=True, slots=True)

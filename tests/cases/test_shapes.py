@@ -8,6 +8,7 @@ import math
 import pytest
 
 import verl_logsync
+from verl_logsync.testing.builders import write_verl_log
 
 LINES = [
     '{"step":1,"data":{"null":null,"nan":NaN,"inf":Infinity,"neg":-Infinity,"text":"nan",'
@@ -88,3 +89,53 @@ def test_g2_odd_values_of_the_real_logger(fixture_files, outputs, age, upload, o
             k for k, v in meant.items() if isinstance(v, bool)
         }
     assert upload.here(outputs).rows_sent == 0
+
+
+def _broken_from_70(step, bad):
+    good = step < 70
+    return {
+        "actor/pg_loss": 0.1,
+        "actor/grad_norm": 0.3 + 0.01 * (step % 7) if good else bad,
+        "critic/score/mean": 0.4 + 0.01 * (step % 5) if good else 0.0,
+    }
+
+
+def _as_console(path, bad):
+    lines = []
+    for step in range(1, 101):
+        values = _broken_from_70(step, bad).items()
+        lines.append(" - ".join([f"step:{step}", *(f"{key}:{value}" for key, value in values)]))
+    path.write_text("\n".join(f"(TaskRunner pid=42) {line}" for line in lines) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("form", "bad"),
+    [
+        ("file", math.nan),
+        ("file", math.inf),
+        ("file", None),
+        ("console", "nan"),
+        ("console", "np.float64(nan)"),
+        ("console", "inf"),
+    ],
+)
+def test_g3_the_first_bad_step_is_named(form, bad, outputs, upload, age):
+    """G3, verl case 23: of a gradient that is not finite from step 70 on, with a reward of 0 after
+    it, key and first step are named first, whichever way the log writes such numbers."""
+    if form == "file":
+        rows = [(s, _broken_from_70(s, bad)) for s in range(1, 101)]
+        write_verl_log(outputs / "grpo" / "qwen.jsonl", rows)
+    else:
+        _as_console(outputs / "train.log", bad)
+    age(outputs)
+    (run,) = verl_logsync.load(outputs)
+    findings = run.diagnose().findings
+    first = findings[0]
+    assert (first.code, first.severity) == ("GRADIENT_NON_FINITE", "critical")
+    assert (first.key, first.first_step, first.last_step) == ("actor/grad_norm", 70, 100)
+    (crash,) = [finding for finding in findings if finding.code == "REWARD_CRASH"]
+    assert (crash.key, crash.last_step) == ("reward/mean", 100)
+    assert crash.first_step in (70, 71)
+    code, text = upload.text(outputs, "--fail-on", "critical", verb="diagnose")
+    assert code == 8
+    assert "steps 70-100  actor/grad_norm" in text

@@ -17,6 +17,7 @@ from verl_logsync.pipeline import deriving, preparing, recipe
 from verl_logsync.testing.simulate import simulate
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
+NOW = diagnostics.DIAGNOSTICS_VERSION
 
 
 @pytest.fixture
@@ -149,12 +150,12 @@ def test_other_rules_change_nothing_that_was_sent(sick, upload, server, one_run,
     assert len(_alerts(server)) == alerted
     assert any("from step 41 on" in note for note in more.only["notes"])
     assert [dict(row) for row in one_run().rows][: len(before)] == before
-    assert _stretches(one_run()) == [("2", "2", 0), ("2", "2", 41)]
+    assert _stretches(one_run()) == [(NOW, NOW, 0), (NOW, NOW, 41)]
     assert len({by["options"] for by in one_run().config["verl_logsync"]["diagnostics"]}) == 2
     assert one_run().rows[-1]["health/STRICT"] == 2
     assert not any("other rules" in n for n in upload.here(sick(50), rules=rules).only["notes"])
     assert upload.here(sick(50), rules=rules, recompute=True, verify="full").code == 0
-    assert _stretches(one_run()) == [("2", "2", 0)]
+    assert _stretches(one_run()) == [(NOW, NOW, 0)]
     judged = {row["_step"]: row.get("health/STRICT") for row in one_run().rows}
     assert judged == {0: None, **dict.fromkeys(range(1, 51), 2), 27: None}
 
@@ -170,15 +171,15 @@ def test_a_run_keeps_its_set_of_columns_over_an_update(sick, upload, one_run, mo
     before = [dict(row) for row in one_run().rows]
     result = upload.here(sick(40))
     (note,) = [n for n in result.only["notes"] if "version" in n]
-    assert "of version 2, and not of 1 from step 21 on" in note
+    assert f"of version {NOW}, and not of 1 from step 21 on" in note
     assert "--recompute" in note
     assert [dict(row) for row in one_run().rows][: len(before)] == before
-    assert _stretches(one_run()) == [("1", "1", 0), ("2", "1", 21)]
+    assert _stretches(one_run()) == [("1", "1", 0), (NOW, "1", 21)]
     later = {d.key for d in diagnostics.described() if d.since > 1}
     assert not later & set(one_run().config["verl_logsync"]["added"])
     assert upload.here(sick(40)).rows_sent == 0
     assert upload.here(sick(40), recompute=True, verify="full").code == 0
-    assert _stretches(one_run()) == [("2", "2", 0)]
+    assert _stretches(one_run()) == [(NOW, NOW, 0)]
     assert later & set(one_run().config["verl_logsync"]["added"])
 
 

@@ -15,6 +15,7 @@ from verl_logsync.cli.options import (
     settings_from,
 )
 from verl_logsync.cli.printing import say
+from verl_logsync.settings import temporary_state_dir
 
 
 @click.command()
@@ -118,6 +119,8 @@ def upload(paths: tuple[Path, ...], as_json: bool, quiet: bool, **options: Any) 
 
     with progress_bar(hidden=quiet or as_json or not sys.stderr.isatty()) as progress:
         report = run_upload(paths, settings, progress)
+    if settings.state_dir is None and not quiet:
+        _say_where_state_is(settings.state_folder)
     if as_json:
         import orjson
 
@@ -125,6 +128,12 @@ def upload(paths: tuple[Path, ...], as_json: bool, quiet: bool, **options: Any) 
     else:
         _print(report, quiet)
     return int(report.exit_code)
+
+
+def _say_where_state_is(folder: Path) -> None:
+    if folder == temporary_state_dir():
+        text = f"state is kept in {folder}: the home folder cannot be written (or: --state-dir DIR)"
+        say(text, err=True)
 
 
 def _print(report: Any, quiet: bool) -> None:

@@ -50,7 +50,7 @@ __all__ = [
 
 #: Raise it whenever a column changes its meaning or its values for the same rows, or is new: new
 #: columns and rules name it as their `since`.
-DIAGNOSTICS_VERSION: Final = "2"
+DIAGNOSTICS_VERSION: Final = "3"
 
 #: Every derivation from the history: what it is given, and the series it makes of it.
 DERIVATIONS: Final[tuple[Callable[[Asked], list[Made]], ...]] = (

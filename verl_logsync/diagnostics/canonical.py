@@ -500,14 +500,15 @@ def truncation(asked: Asked) -> Made:
     frame = asked.frame
     ratio, longest = frame.logged("response_length/clip_ratio"), frame.logged("response_length/max")
     limit = asked.config.number(cf.MAX_RESPONSE)
-    v1 = is_v1(asked)
     at_limit = longest.there & (longest.values == limit) if limit else np.zeros(len(frame), bool)
     below = longest.finite & (longest.values < limit) if limit else np.zeros(len(frame), bool)
-    none = plain(np.zeros(len(frame)), ratio.there & v1 & below)
+    # Nothing was cut below the limit, whoever logged it: v1 cannot always be told by its keys.
+    relative = is_v1(asked) | below | (_limit_moves(ratio, longest) if not limit else below)
+    none = plain(np.zeros(len(frame)), ratio.there & below)
     late = "0 although answers were cut where max_model_len is the tighter limit"
     candidates = [
         Candidate(
-            where(~v1 | at_limit, ratio),
+            where(~relative | at_limit, ratio),
             "response_length/clip_ratio",
             "response_length/clip_ratio",
             (late,),
@@ -519,13 +520,23 @@ def truncation(asked: Asked) -> Made:
             (late, "v1 compares with the longest answer of the batch: its clip_ratio is no ratio"),
         ),
     ]
-    why_not = (
-        "response_length/clip_ratio of the v1 trainer compares with the longest answer of the"
-        f" batch, and {cf.MAX_RESPONSE} is not known"
-        if v1.any()
-        else "no response_length/clip_ratio is logged"
-    )
+    why_not = "no response_length/clip_ratio is logged"
+    if (ratio.there & relative).any():
+        why_not = (
+            "response_length/clip_ratio compares with the longest answer of the batch (the v1"
+            f" trainer), and {cf.MAX_RESPONSE} is not known, or shorter than that answer"
+        )
     return choose(asked, "rollout/truncation_ratio", candidates, why_not)
+
+
+def _limit_moves(ratio: Series, longest: Series) -> Flags:
+    """Rows from which on answers were "cut" at two lengths: no limit, but the longest of each."""
+    cut = ratio.finite & (ratio.values > 0) & longest.finite
+    if not cut.any():
+        return cut
+    first = longest.values[np.argmax(cut)]
+    moved: Flags = np.logical_or.accumulate(cut & (longest.values != first))
+    return moved
 
 
 __all__ = ["Derived", "Given", "canonical", "canonical_series", "nothing", "version_hint"]

@@ -91,8 +91,8 @@ DESCRIBED: Final[tuple[Described, ...]] = (
     ),
     Described(
         "rollout/truncation_ratio",
-        "response_length/clip_ratio; v1: only where response_length/max = max_response_length,"
-        " else 0",
+        "response_length/clip_ratio; 0 where response_length/max < max_response_length; v1, and"
+        " logs that show a ratio above 0 at two lengths: only where the two are equal",
         "v1: data.max_response_length",
         "< 0.05 (rule)",
         "DAPO arXiv 2503.14476; verl issues 7817, 7823",

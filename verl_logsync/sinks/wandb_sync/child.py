@@ -105,6 +105,7 @@ class Uploader:
     ) -> None:
         self._jobs = jobs
         self.fragments = 0
+        self.work = work
         try:
             work.mkdir(parents=True, exist_ok=True)
             self._log = work / "sync.log"

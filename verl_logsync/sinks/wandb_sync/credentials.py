@@ -67,8 +67,7 @@ def find_server() -> Server:
     if found:
         return Server(base_url, found, ".netrc")
     raise AuthError(
-        f"there is no API key for {host}",
-        hint="Set WANDB_API_KEY, or log in once with: wandb login",
+        f"there is no API key for {host}: set WANDB_API_KEY, or log in once with: wandb login"
     )
 
 
@@ -78,12 +77,13 @@ def _without_login(url: str) -> str:
 
 
 def _from_settings() -> str:
-    folder = os.environ.get("WANDB_CONFIG_DIR") or str(Path("~/.config/wandb").expanduser())
+    given = os.environ.get("WANDB_CONFIG_DIR")
     parser = configparser.ConfigParser(interpolation=None)
     try:
-        parser.read(Path(folder) / "settings")
-    except (OSError, configparser.Error, UnicodeDecodeError):
-        return ""
+        folder = Path(given) if given else Path.home() / ".config" / "wandb"
+        parser.read(folder / "settings")
+    except (OSError, RuntimeError, configparser.Error, UnicodeDecodeError):
+        return ""  # RuntimeError: nobody knows this user's home
     return parser.get("default", "base_url", fallback="")
 
 

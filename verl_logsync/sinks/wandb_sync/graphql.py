@@ -65,12 +65,15 @@ class GraphQL:
             self._sessions.session = session
         return self._sessions.session
 
-    def ask(self, query: str, variables: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The `data` of the answer; passing troubles are retried within the deadline."""
+    def ask(self, query: str, variables: Mapping[str, Any], about: str = "") -> Mapping[str, Any]:
+        """The `data` of the answer; passing troubles are retried within the deadline.
+
+        `about` is what is asked about, for the message of a refusal.
+        """
         pause = 0.25
         for last in (False,) * (_TRIES - 1) + (True,):
             try:
-                return self._ask_once(query, variables)
+                return self._ask_once(query, variables, about)
             except Unreachable:
                 if last or self._deadline.left <= pause:
                     raise
@@ -78,7 +81,7 @@ class GraphQL:
             pause *= 2
         raise AssertionError("unreachable: the last try returns or raises")
 
-    def _ask_once(self, query: str, variables: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _ask_once(self, query: str, variables: Mapping[str, Any], about: str) -> Mapping[str, Any]:
         import requests
 
         url = f"{self._server.base_url}/graphql"
@@ -98,11 +101,11 @@ class GraphQL:
                 f"{self._server.shown_url} cannot be reached ({_why(error)})",
                 hint="Check the address in WANDB_BASE_URL, the network and the proxy",
             ) from error
-        return self._data(response)
+        return self._data(response, about)
 
-    def _data(self, response: Any) -> Mapping[str, Any]:
+    def _data(self, response: Any, about: str) -> Mapping[str, Any]:
         if response.status_code in (401, 403):
-            raise self._denied(f"answered {response.status_code}")
+            raise self._denied(f"answered {response.status_code}", about)
         if response.status_code in _RETRIED:
             raise Unreachable(
                 f"{self._server.shown_url} answered {response.status_code}",
@@ -123,19 +126,20 @@ class GraphQL:
                 hint="Check WANDB_BASE_URL; a proxy's page may stand in between",
             ) from None
         if answer.get("errors"):
-            self._refuse(answer["errors"])
+            self._refuse(answer["errors"], about)
         return data if isinstance(data, dict) else {}
 
-    def _refuse(self, errors: Any) -> None:
+    def _refuse(self, errors: Any, about: str) -> None:
         first = errors[0] if isinstance(errors, list) and errors else {}
         text = mask_text(str(first.get("message", first) if isinstance(first, dict) else first))
         if any(word in text.lower() for word in ("permission", "denied", "unauthor", "login")):
-            raise self._denied(f"says: {text}")
+            raise self._denied(f'says "{text}"', about)
         raise RefusedByServer(f"{self._server.shown_url} says: {text}", hint=_REFUSED)
 
-    def _denied(self, what: str) -> LogsyncError:
+    def _denied(self, what: str, about: str) -> LogsyncError:
+        where = f", asked about {about}" if about else ""
         return AuthError(
-            f"{self._server.shown_url} {what} to the key from {self._server.key_from}",
+            f"{self._server.shown_url} {what} to the key from {self._server.key_from}{where}",
             hint="Check the key with: wandb login --verify, and the entity with --entity",
         )
 

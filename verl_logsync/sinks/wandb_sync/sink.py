@@ -31,6 +31,7 @@ from verl_logsync.sinks.wandb_sync.child import (
     kind_environment,
 )
 from verl_logsync.sinks.wandb_sync.credentials import Server
+from verl_logsync.sinks.wandb_sync.diary import denied
 from verl_logsync.sinks.wandb_sync.graphql import Deadline, GraphQL
 from verl_logsync.sinks.wandb_sync.official_scan import scan_history
 from verl_logsync.transaction_log.fragment import read_marker, write_fragment
@@ -229,21 +230,16 @@ class WandbSink:
     def url(self, target: Target) -> str:
         """Where a person can look at the run."""
         app = self._server.shown_url.replace("://api.wandb.ai", "://wandb.ai")
-        return f"{app}/{self._entity(target.entity)}/{target.project}/runs/{target.run_id}"
+        entity = self._entity(target.entity, target.project)
+        return f"{app}/{entity}/{target.project}/runs/{target.run_id}"
 
     def _runs(
         self, entity: str, project: str, filters: Mapping[str, Any]
     ) -> Iterator[Mapping[str, Any]]:
         after = None
         while True:
-            answer = self._graphql.ask(
-                _RUNS,
-                {
-                    "entity": self._entity(entity),
-                    "project": project,
-                    "filters": json.dumps(filters),
-                    "after": after,
-                },
+            answer = self._ask(
+                _RUNS, entity, project, {"filters": json.dumps(filters), "after": after}
             )
             runs = (answer.get("project") or {}).get("runs") or {}
             yield from _nodes(runs)
@@ -253,21 +249,22 @@ class WandbSink:
                 return
 
     def _run(self, query: str, target: Target, more: Mapping[str, Any]) -> Mapping[str, Any]:
-        variables = {
-            "entity": self._entity(target.entity),
-            "project": target.project,
-            "run": target.run_id,
-            **more,
-        }
-        answer = self._graphql.ask(query, variables)
+        more = {"run": target.run_id, **more}
+        answer = self._ask(query, target.entity, target.project, more)
         run = (answer.get("project") or {}).get("run")
         return run if isinstance(run, dict) else {}
 
-    def _entity(self, entity: str) -> str:
+    def _ask(
+        self, query: str, entity: str, project: str, more: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        variables = {"entity": self._entity(entity, project), "project": project, **more}
+        return self._graphql.ask(query, variables, _place(variables["entity"], project))
+
+    def _entity(self, entity: str, project: str = "") -> str:
         if entity:
             return entity
         if self._default_entity is None:
-            viewer = self._graphql.ask(_VIEWER, {}).get("viewer")
+            viewer = self._graphql.ask(_VIEWER, {}, _place("", project)).get("viewer")
             if not isinstance(viewer, dict):
                 raise self._unknown_key()
             self._default_entity = viewer.get("entity") or viewer.get("username") or ""
@@ -287,7 +284,7 @@ class WandbSink:
 
     def pack(self, plan: UploadPlan) -> Parcel:
         """Write the plan's fragment."""
-        entity = self._entity(plan.target.entity)
+        entity = self._entity(plan.target.entity, plan.target.project)
         parent = self._outbox() / f"fragment-{next(self._numbers)}"
         return Parcel(plan, write_fragment(plan, parent, entity=entity, use="send"))
 
@@ -343,19 +340,40 @@ class WandbSink:
 
     def _run_child(self, kind: Kind, group: Sequence[Parcel]) -> dict[Target, Sent]:
         resume, finish = kind
-        result = self._uploader(kind).sync(
+        uploader = self._uploader(kind)
+        result = uploader.sync(
             [parcel.folder for parcel in group],
             kind_environment(resume=resume, finish=finish),
             # One run that hangs may cost its batch, not all the time of the others.
             min(self._deadline.left, max(_SHORTEST_WAIT, self._deadline.left / 3)),
         )
-        return {p.plan.target: self._sent(p.plan.target, result) for p in group}
+        return {p.plan.target: self._sent(p, result, uploader.work) for p in group}
 
-    def _sent(self, target: Target, result: ChildResult) -> Sent:
+    def _sent(self, parcel: Parcel, result: ChildResult, work: Path) -> Sent:
+        target = parcel.plan.target
         messages = _messages(result.output, target.run_id)
         if result.timed_out:
             return Sent(self._deadline.exceeded(self._server.shown_url), messages)
-        return Sent(_meaning(target, messages), messages)
+        error = _meaning(target, messages)
+        if error is None and messages:
+            rewinds = parcel.plan.action is Action.REWIND
+            status = denied(work, parcel.folder, rows_only=rewinds)
+            error = self._denied(target, f" ({status})") if status else None
+        elif isinstance(error, AuthError):
+            error = self._denied(target)
+        return Sent(error, messages)
+
+    def _denied(self, target: Target, status: str = "") -> AuthError:
+        where = _place(self._entity(target.entity, target.project), target.project)
+        return AuthError(
+            f"the key from {self._server.key_from} may not write to {where}{status}",
+            hint="Check --entity and --project, or the key with: wandb login --verify",
+        )
+
+
+def _place(entity: str, project: str) -> str:
+    """What a user calls it; the key has an entity of its own."""
+    return "/".join(filter(None, (entity or "its default entity", project)))
 
 
 def _by_project(targets: Sequence[Target]) -> dict[tuple[str, str], list[Target]]:
@@ -398,10 +416,7 @@ def _meaning(target: Target, messages: Sequence[str]) -> LogsyncError | None:
             f"run {target.run_id} was deleted on the server, which never takes its id again"
         )
     if statuses & {"401", "403"} or "permission denied" in text.lower():
-        return AuthError(
-            f"the key may not write to {target.entity or 'the default entity'}/{target.project}",
-            hint="Check --entity and --project, or the key with: wandb login --verify",
-        )
+        return AuthError("the key may not write there")
     if re.search(r"connection refused|no such host", text, re.IGNORECASE):
         return Unreachable(
             "the server went away while rows were sent",
