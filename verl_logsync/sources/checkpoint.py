@@ -93,7 +93,9 @@ class Checkpoint:
         except OSError as error:
             raise unreadable(root, error) from error
         no_rows = pa.table({STEP: pa.array([], type=pa.int64())})
-        return Reading(no_rows, skips, notes=_notes(steps, _tracked(root / TRACKER)))
+        latest = _tracked(root / TRACKER)
+        known = frozenset(steps if latest is None else (*steps, latest))
+        return Reading(no_rows, skips, notes=_notes(steps, latest), checkpoints=known)
 
     def _damaged(self, folder: Path) -> tuple[Skip, ...]:
         """What is in the two small files but cannot be understood. Raises OSError."""

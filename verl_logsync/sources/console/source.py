@@ -103,6 +103,7 @@ class Console:
             restarts=tuple(attempts.restarts),
             rounding=attempts.rounding,
             below_precision=attempts.below_precision,
+            earlier_configs=tuple(attempts.earlier_configs),
         )
 
 
