@@ -25,7 +25,8 @@ TRACKER: Final = "latest_checkpointed_iteration.txt"
 
 _STEP_FOLDER: Final = re.compile(r"^global_step_(\d{1,15})$")
 _LOG_LIKE: Final = re.compile(
-    r"\.(jsonl|ndjson|wandb|log|out|err|parquet)(\.\w+)?$|tfevents|^wandb$|^\.hydra$"
+    r"\.(jsonl|ndjson|wandb|log|out|err|parquet)(\.\w+)?$|tfevents|^wandb$|^\.hydra$",
+    re.IGNORECASE,
 )
 # So many checkpoints are listed one by one.
 _LISTED: Final = 12

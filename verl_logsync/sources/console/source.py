@@ -40,9 +40,12 @@ _TAIL_BYTES: Final = 1 << 20
 # A compressed file has no tail: it is unpacked, up to here, to know its last step.
 _UNPACKED_BYTES: Final = 1 << 30
 _OTHERS: Final = re.compile(
-    r"\.(jsonl?|ndjson|ya?ml|toml|csv|tsv|parquet|wandb|py|md|html?|tar|tgz|zip)(\.\w+)*$"
+    r"\.(jsonl?|ndjson|ya?ml|toml|csv|tsv|parquet|wandb|py|md|html?|tar|tgz|zip)(\.\w+)*$",
+    re.IGNORECASE,
 )
-_CONSOLE_NAME: Final = re.compile(r"\.(log|out|err|txt|console)(\.\d+)?(\.(gz|zst))?$")
+_CONSOLE_NAME: Final = re.compile(
+    r"\.(log|out|err|txt|console)(\.\d+)?(\.(gz|zst))?$", re.IGNORECASE
+)
 # What only a trainer's console says; each is printed before the first step.
 _TRAINER: Final = re.compile(
     rb"'actor_rollout_ref': |Total training steps: \d|Size of train dataloader: \d"
@@ -243,7 +246,7 @@ class _Look:
             detail = "a trainer's console without a step yet"
             return Skip(SkipReason.NOTHING_YET, place, detail, "It is read again next time.")
         other = self.candidate.path.with_suffix(".out")
-        if self.candidate.path.suffix == ".err" and is_there(other):
+        if self.candidate.path.suffix.lower() == ".err" and is_there(other):
             detail = f"progress bars only; what was logged is in {other.name}"
             return Skip(SkipReason.NOT_RECOGNISED, place, detail)
         hint = (
