@@ -16,6 +16,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import pyarrow as pa
 
+from verl_logsync.beginnings import Checkpoints, why_anew
 from verl_logsync.columns import AXES, MISSING, ROUNDING, STEP, as_numbers, concat, decode, to_json
 from verl_logsync.counters import counter_notes
 from verl_logsync.errors import OverlapRefused, RestartRefused, as_run, quoted
@@ -24,6 +25,8 @@ from verl_logsync.verl_keys import LATEST_START, training_rows
 
 OnOverlap = Literal["last", "first", "both", "error"]
 OnRestart = Literal["ask", "replace"]
+
+_NONE_KNOWN: Final = Checkpoints()
 
 #: So many conflicts are kept word for word; all are counted.
 CONFLICTS_KEPT: Final = 20
@@ -69,6 +72,7 @@ def align(
     precisions: Mapping[str, int],
     policy: Policy,
     clock: Clock = "unknown",
+    checkpoints: Checkpoints = _NONE_KNOWN,
 ) -> tuple[History, Account]:
     """Merge the readings of a run.
 
@@ -77,6 +81,7 @@ def align(
         precisions: of the sources, by name; the higher wins within an attempt.
         policy: how to treat overlaps.
         clock: where the rows' `_timestamp` comes from.
+        checkpoints: what is known of them besides the logs.
 
     Raises:
         OverlapRefused: attempts overlap and the policy is "error".
@@ -85,7 +90,9 @@ def align(
     skips = [skip for attempt in attempts for _, r in attempt.readings for skip in r.skips]
     rows = _gather(attempts, precisions)
     if policy.on_overlap == "last" and policy.on_restart == "ask":
-        _refuse_restart(rows, attempts)
+        begun_anew = _judge_restarts(rows, attempts, checkpoints)
+    else:
+        begun_anew = []
     kept, superseded = _select(rows, policy)
     table, conflicts, count = _merge(rows, kept, first_wins=policy.on_overlap == "first")
     if policy.on_overlap == "both":
@@ -107,6 +114,7 @@ def align(
         conflict_count=count,
         notes=(
             *_reading_notes(attempts),
+            *begun_anew,
             *_notes(rows, superseded, history),
             *counter_notes(history),
         ),
@@ -153,20 +161,33 @@ def _gather(attempts: Sequence[AttemptReading], precisions: Mapping[str, int]) -
 # -- starting over -------------------------------------------------------------------------
 
 
-def _refuse_restart(rows: _Rows, attempts: Sequence[AttemptReading]) -> None:
-    """A job that counts from 0 again may continue the one before it, or replace it."""
-    reached, first = LATEST_START, 0
+def _judge_restarts(
+    rows: _Rows, attempts: Sequence[AttemptReading], checkpoints: Checkpoints
+) -> list[str]:
+    """A job that counts from 0 again may continue the one before it, or replace it.
+
+    Where nothing can have been there to go on from it replaces it; that is told in notes.
+    """
+    reached, highest, first = LATEST_START, LATEST_START, 0
     anew: dict[int, int] = {}
-    for session in range(len(attempts)):
+    notes: list[str] = []
+    for session, attempt in enumerate(attempts):
         trained = rows.steps[(rows.sessions == session) & rows.training]
         if not len(trained):
             continue
-        last = int(trained.max())
-        if trained.min() <= LATEST_START < reached:
-            first = first if anew else int(trained.min())
-            anew[session] = reached
-            last += reached
-        reached = max(reached, last)
+        begin, last = int(trained.min()), int(trained.max())
+        highest_now = max(highest, last)
+        if begin <= LATEST_START < reached:
+            why = why_anew(checkpoints, attempts[:session], attempt, highest)
+            if why:
+                anew.clear()  # whatever they were, this one comes after them
+                reached = LATEST_START
+                notes.append(_begun_anew(attempt, begin, why))
+            else:
+                first = first if anew else begin
+                anew[session] = reached
+                last += reached
+        reached, highest = max(reached, last), highest_now
     if anew:
         session = min(anew)
         raise RestartRefused(
@@ -175,6 +196,15 @@ def _refuse_restart(rows: _Rows, attempts: Sequence[AttemptReading]) -> None:
             place=attempts[session].readings[0][0].place,
             hint=_choices(attempts, anew),
         )
+    return notes
+
+
+def _begun_anew(attempt: AttemptReading, begin: int, why: str) -> str:
+    place = attempt.readings[0][0].place
+    return (
+        f"{place} starts again at step {begin}: {why}, so it replaces what was logged before "
+        "(--offset makes it continue, --run another run)"
+    )
 
 
 def _choices(attempts: Sequence[AttemptReading], anew: Mapping[int, int]) -> str:

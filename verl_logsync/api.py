@@ -397,11 +397,13 @@ def export(
     return found, results
 
 
-def snapshot(paths: Sequence[Path], folder: Path) -> Iterator[tuple[Path, Copied | LogsyncError]]:
+def snapshot(
+    paths: Sequence[Path], folder: Path, settings: Settings
+) -> Iterator[tuple[Path, Copied | LogsyncError]]:
     """Keep copies of the logs that verl truncates; see `verl_logsync.snapshot`."""
     from verl_logsync.snapshot import snapshot_file
 
-    for file in discover(paths, SOURCES, excluded=(folder,)).files:
+    for file in discover(paths, _sources(settings), excluded=(folder,)).files:
         if file.source == TRUNCATED:
             try:
                 yield file.path, snapshot_file(file, folder)

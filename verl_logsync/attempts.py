@@ -11,8 +11,8 @@ from verl_logsync.verl_keys import LATEST_START
 
 # EXP.jsonl.2 is older than EXP.jsonl.1, EXP.attempt1.jsonl and EXP.20250405_142311.jsonl than later
 # ones, and all of them than EXP.jsonl.
-_ROTATED: Final = re.compile(r"\.(?:jsonl|log|out|txt)\.(\d{1,6})(?:\.\w+)?$")
-_COPY: Final = re.compile(r"[._-]attempt[_-]?(\d{1,6})\b|\.(\d{8}[_-]?\d{6})\b")
+_ROTATED: Final = re.compile(r"\.(?:jsonl|log|out|txt)\.(\d{1,6})(?:\.\w+)?$", re.IGNORECASE)
+_COPY: Final = re.compile(r"[._-]attempt[_-]?(\d{1,6})\b|\.(\d{8}[_-]?\d{6})\b", re.IGNORECASE)
 
 
 def at_the_beginning(file: LogFile) -> bool:

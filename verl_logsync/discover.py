@@ -28,10 +28,13 @@ _NEVER_ENTERED: Final = frozenset(
 )
 # Names that promise a log, whether or not a source claims the file.
 _LOG_LIKE: Final = re.compile(
-    r"\.(jsonl|ndjson|wandb|log|out|err|parquet)(\.(\d+|gz|zst|bak|old))?$|\.tfevents\.|^main_ppo\.log"
+    r"\.(jsonl|ndjson|wandb|log|out|err|parquet)(\.(\d+|gz|zst|bak|old))?$|\.tfevents\.|^main_ppo\.log",
+    re.IGNORECASE,
 )
 # `.run-x.wandb.Ab3xYz`: what rsync, or a writer, has not finished.
-_UNFINISHED: Final = re.compile(r"\.(jsonl|ndjson|wandb|parquet|log|out|err)(\.\w+)*$")
+_UNFINISHED: Final = re.compile(
+    r"\.(jsonl|ndjson|wandb|parquet|log|out|err)(\.\w+)*$", re.IGNORECASE
+)
 # The client's own diary, and that of its core, which W&B writes beside every run.
 _CLIENT_DIARY: Final = re.compile(r"^(core-)?debug(-\w+)*(\.\w+)*\.log$")
 
@@ -190,7 +193,8 @@ class _Walk:
             self.skips.append(Skip(SkipReason.NOT_RECOGNISED, str(path), detail, hint))
 
     def _is_interesting(self, name: str) -> bool:
-        return any(fnmatch(name, p) for source in self._sources for p in source.patterns)
+        lower = name.lower()
+        return any(fnmatch(lower, p) for source in self._sources for p in source.patterns)
 
     def _ask(self, candidate: Candidate) -> LogFile | Skip | None:
         for source in self._sources:

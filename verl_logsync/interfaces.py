@@ -52,7 +52,9 @@ class Source(Protocol):
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """Names of files worth opening, as shell patterns; a path given by the user always is."""
+        """Names of files worth opening, as shell patterns in lower case: EXP.JSONL is as good as
+        exp.jsonl. A path given by the user is always opened.
+        """
 
     def recognise(self, candidate: Candidate) -> LogFile | Skip | None:
         """Claim a file: a LogFile, a Skip (mine, but unusable because...), or None (not mine).

@@ -360,7 +360,8 @@ class Reading:
     appended to). `rounding` is half the last printed digit of its numbers, 0 where they are
     exact; keys in `below_precision` were printed as 0 at least once although they may be
     smaller than that. `notes` are sentences for the report; `merged` counts records that became
-    part of another row already (ranks).
+    part of another row already (ranks). `earlier_configs` are those that `config` took the place
+    of (earlier starts of the job), `checkpoints` the steps of checkpoints that are or were there.
     """
 
     rows: pa.Table
@@ -375,6 +376,8 @@ class Reading:
     below_precision: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     merged: int = 0
+    earlier_configs: tuple[Mapping[str, Any], ...] = ()
+    checkpoints: frozenset[int] = frozenset()
 
 
 # -- aligned -------------------------------------------------------------------------------

@@ -223,6 +223,7 @@ class _Merge:
             rounding=max(one.rounding for one in every),
             below_precision=tuple(sorted({k for one in every for k in one.below_precision})),
             notes=tuple(dict.fromkeys(note for one in every for note in one.notes)),
+            earlier_configs=tuple(c for one in every for c in (*one.earlier_configs, one.config)),
         )
         numbers = tuple(rank.number for rank in self._ranks)
         seen = sum(rank.seen for rank in self._ranks)

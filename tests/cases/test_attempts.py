@@ -371,6 +371,103 @@ def test_a8_in_one_file_and_in_another(outputs, age, upload, one_run):
     assert upload(outputs, *words).rows_sent == 0
 
 
+def printed(**trainer: Any) -> str:
+    """A config as verl prints it."""
+    named = {"project_name": "grpo", "experiment_name": "exp", **trainer}
+    return f"{ {'actor_rollout_ref': {}, 'trainer': named} }\n"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "reached", "why"),
+    [
+        ({"save_freq": -1}, 30, "save_freq: -1"),
+        ({"save_freq": 0}, 30, "save_freq: 0"),
+        ({"save_freq": 20}, 18, "save_freq: 20 no checkpoint was saved up to step 18"),
+        ({"save_freq": 5, "resume_mode": "disable"}, 30, "resume_mode: disable"),
+    ],
+)
+def test_a8_without_a_checkpoint_it_begins_again(
+    outputs, age, upload, one_run, trainer, reached, why
+):
+    """A8: where the config says that there was nothing to resume, a later start from the beginning
+    replaces the earlier one, and that is said with the reason; what the user says still counts."""
+    log = outputs / "train.log"
+    log.write_text(printed(**trainer) + starts(reached, 12))
+    age(outputs)
+    code, text = upload.text(outputs)
+    assert code == 0, text
+    assert f"{log} starts again at step 0: by trainer." in text
+    assert why in text
+    assert "superseded at steps" in text
+    assert [(r["_step"], r["attempt"]) for r in one_run().rows] == [(s, 2) for s in range(13)]
+    (run,) = verl_logsync.load(outputs, offsets=((str(log), reached),))
+    assert run.history().index.tolist() == list(range(reached + 13))
+
+
+@pytest.mark.parametrize(
+    "configs",
+    [
+        [{"save_freq": 20}],  # the checkpoint of step 20 is saved before that step is logged
+        [{"save_freq": 5}],
+        [{"save_freq": 40, "total_training_steps": 20}],  # the last step is saved in any case
+        [{"save_freq": "after_each_epoch"}],
+        [{"save_freq": 5}, {"save_freq": -1}],
+        [{"resume_mode": "auto"}, {"resume_mode": "disable"}],
+        [{}],
+    ],
+)
+def test_a8_a_checkpoint_may_have_been_there(outputs, age, configs):
+    """A8: where a config of one of the starts allows for a checkpoint, the choice is the user's."""
+    text = "".join(
+        printed(**trainer) + f"step:1 - actor/loss:{n}\nstep:19 - actor/loss:{n}\n"
+        for n, trainer in enumerate(configs if len(configs) > 1 else configs * 2)
+    )
+    (outputs / "train.log").write_text(text)
+    age(outputs)
+    with pytest.raises(RestartRefused, match="starts again at step 1"):
+        verl_logsync.load(outputs)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "saved", "refused"),
+    [
+        ({"save_freq": -1}, 40, True),
+        ({"save_freq": 20}, 10, True),
+        ({"resume_mode": "disable"}, 10, True),
+        ({"save_freq": 20}, 20, False),  # saved by the later start: the earlier did not get so far
+    ],
+)
+def test_a8_a_checkpoint_that_is_there_refutes_the_config(outputs, age, trainer, saved, refused):
+    """A8: a checkpoint that the earlier start may have saved says more than a config; one that
+    only the later start can have saved says nothing."""
+    (outputs / "train.log").write_text(printed(**trainer) + starts(15, 42))
+    folder = outputs / "checkpoints" / "grpo" / "exp" / f"global_step_{saved}"
+    (folder / "actor").mkdir(parents=True)
+    (folder / "data.pt").write_bytes(b"x")
+    age(outputs)
+    if refused:
+        with pytest.raises(RestartRefused):
+            verl_logsync.load(outputs)
+    else:
+        (run,) = verl_logsync.load(outputs)
+        assert run.history()["attempt"].tolist() == [2] * 43
+
+
+def test_a8_hydra_says_that_nothing_is_saved(outputs, age):
+    """A8: Hydra's config of the run tells it too, for logs that hold no config."""
+    starts_over(outputs)
+    hydra = outputs / "2026-12-01" / "03-31-12" / ".hydra"
+    hydra.mkdir(parents=True)
+    (hydra / "config.yaml").write_text(
+        "trainer: {project_name: grpo, experiment_name: exp, save_freq: -1}\n"
+    )
+    age(outputs)
+    (run,) = verl_logsync.load(outputs, merge="always")
+    assert run.history()["attempt"].tolist() == [2] * 121
+    assert (run.account.superseded, run.account.balanced) == (301, True)
+    assert any("trainer.save_freq: -1" in note for note in run.notes)
+
+
 def test_a8_an_offset_counts_for_a_resume_after_the_restart(outputs, age):
     """A8: what was resumed inside the second start counts as that start does."""
     text = starts(30, 12) + "".join(

@@ -67,3 +67,35 @@ def test_equal_names_in_two_folders(snap, upload, log, tmp_path):
     snap()
     copies = sorted(p.read_bytes() for p in (tmp_path / "copies").rglob("*.jsonl"))
     assert copies == sorted([log.read_bytes(), other.read_bytes()])
+
+
+@pytest.mark.parametrize("how", ["option", "settings"])
+def test_logs_that_count_by_another_key(how, upload, tmp_path):
+    """JSON lines that need --step-key are copied with it, and read back together with their log;
+    the settings file says it as well as the option."""
+    log = tmp_path / "outputs" / "sft" / "metrics.json"
+    log.parent.mkdir(parents=True)
+    copies = tmp_path / "copies"
+    given = ["--step-key", "iter"]
+    if how == "settings":
+        (upload.home / "verl-logsync.toml").write_text('step_key = "iter"\n')
+        given = []
+    for first, last in ((0, 30), (21, 40)):
+        lines = (f'{{"iter": {s}, "loss": {first + s / 10}}}\n' for s in range(first, last + 1))
+        log.write_text("".join(lines))
+        code, text = upload.text(log.parent, "--into", copies, *given, verb="snapshot")
+        assert code == 0, text
+        assert "new" in text
+    (run,) = verl_logsync.load([log.parent, copies], step_key="iter")
+    history = run.history()
+    assert history.index.tolist() == list(range(41))
+    assert history["loss"].tolist() == [s / 10 + (21 if s > 20 else 0) for s in range(41)]
+
+
+def test_other_json_lines_are_no_logs_without_their_key(upload, tmp_path):
+    """Without --step-key nothing of them is copied: they may be data."""
+    log = tmp_path / "outputs" / "sft" / "metrics.jsonl"
+    log.parent.mkdir(parents=True)
+    log.write_text('{"iter": 1, "loss": 0.5}\n')
+    code, text = upload.text(log.parent, "--into", tmp_path / "copies", verb="snapshot")
+    assert (code, text) == (0, "")

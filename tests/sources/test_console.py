@@ -823,10 +823,10 @@ def test_long_hostile_lines_are_read(line: str, log: Log) -> None:
 
 
 def test_validation_metrics_behind_an_unknown_prefix_are_named(log: Log) -> None:
-    """A block that begins behind words of no known form is left out and said, never in silence; a
-    line of source code in a traceback is none."""
+    """A block behind words that do not stand in front of the step lines is left out and said,
+    never in silence; a line of source code in a traceback is none."""
     lines = [
-        "train-0 trainer > (\"Initial validation metrics: {'val-core/x/acc/mean@1': 0.5}\")",
+        "evaluator > (\"Initial validation metrics: {'val-core/x/acc/mean@1': 0.5}\")",
         "train-0 trainer > step:1 - actor/a:1 - actor/b:2",
         '    pprint(f"Initial validation metrics: {val_metrics}")',
     ]
@@ -835,6 +835,101 @@ def test_validation_metrics_behind_an_unknown_prefix_are_named(log: Log) -> None
     (skip,) = reading.skips
     assert "behind a prefix of no known form" in skip.detail
     assert ":1 (byte 0)" in skip.place
+
+
+# -- prefixes of no known form -------------------------------------------------------------
+
+FRONTS = [
+    "train-0 trainer > ",
+    "[worker-3] ",
+    "2025/04/05T{hour:02}:{n:02}:{n:02}.{n:03} host | ",
+    "Sat Apr {hour:2} {hour:2}:{n:02}:00 2025 job(7)> ",
+    "\x1b[32m<{n}>\x1b[0m ",
+    "W0405 {n:07} gang.cc:12] ",
+]
+
+
+@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("source", [MERGED, COARSE, SESSIONS, NOCOLOR], ids=lambda p: p.parent.name)
+def test_what_stands_in_front_of_all_lines_is_learnt(source: Path, front: str, log: Log) -> None:
+    """Behind a prefix of no known form, constant but for numbers and dates, a console says what it
+    says without one: rows, validation blocks, config, names, starts and its end."""
+    lines = source.read_bytes().decode().splitlines()
+    plain = log(*lines)
+    expected, known = read(plain), recognised(plain).facts
+    path = log(*(front.format(n=n % 60, hour=n % 24) + line for n, line in enumerate(lines)))
+    reading, facts = read(path), recognised(path).facts
+    assert rows(reading) == rows(expected)
+    assert reading.config == expected.config
+    assert reading.config
+    assert (reading.ending, len(reading.restarts)) == (expected.ending, len(expected.restarts))
+    assert [skip.detail for skip in reading.skips] == [skip.detail for skip in expected.skips]
+    assert (facts.project, facts.name, facts.config) == (known.project, known.name, known.config)
+    assert (facts.last_step, facts.head_digest) == (known.last_step, known.head_digest)
+
+
+def test_times_and_owners_behind_a_learnt_prefix_are_read(log: Log) -> None:
+    """What has a known form behind the unknown part still tells when, and by which process."""
+    lines = [
+        f"job-7 > 2025-04-05T14:23:1{n}Z (TaskRunner pid={n // 2}) step:{n % 2 + 1} - actor/a:{n}"
+        " - actor/b:2"
+        for n in range(4)
+    ]
+    reading = read(log(*lines))
+    assert reading.rows.column("_timestamp").to_pylist() == [
+        utc(f"2025-04-05 14:23:1{n}.0") for n in range(4)
+    ]
+    assert [restart.row for restart in reading.restarts] == [2]
+
+
+def test_a_cut_config_behind_a_learnt_prefix_is_masked(log: Log) -> None:
+    """No secret of a printed config goes out, also where its end is missing."""
+    front = "train-0 trainer > "
+    config = ["{'trainer': {'project_name': 'p',", "  'api_key':", "  'hunter2hunter2',"]
+    reading = read(log(*(front + line for line in config), front + "step:1 - actor/a:1 - b/c:2"))
+    assert "hunter2" not in "".join(reading.extra.console)
+
+
+def test_a_prefix_is_learnt_from_the_first_step_line(log: Log) -> None:
+    """A live console says the same names with its first step line as with all of them, so that its
+    run stays the same one."""
+    front = "train-0 trainer > "
+    config = "{'actor_rollout_ref': {}, 'trainer': {'project_name': 'p', 'experiment_name': 'e'}}"
+    path = log(front + config, front + "step:1 - actor/a:1 - actor/b:2")
+    facts = recognised(path).facts
+    assert (facts.project, facts.name) == ("p", "e")
+
+
+@pytest.mark.parametrize(
+    "fronts",
+    [
+        ["a > ", "b > "],
+        ["x" * 201 + " "],
+        ["Training Progress:  2%|# | ", "Training Progress:  5%|##| "],
+    ],
+    ids=["differ", "too long", "progress bars"],
+)
+def test_what_is_no_prefix_is_not_cut_off(fronts: list[str], log: Log) -> None:
+    """What differs between step lines, or is longer than any prefix, stays; the blocks behind it
+    are said to be left out."""
+    steps = [f"{front}step:{n} - actor/a:1 - actor/b:2" for n, front in enumerate(fronts * 3)]
+    block = fronts[0] + "(\"Final validation metrics: {'val-core/x/acc/mean@1': 0.5}\")"
+    reading = read(log(*steps, block))
+    assert [step for step, _ in rows(reading)] == list(range(len(steps)))
+    (skip,) = reading.skips
+    assert "behind a prefix of no known form" in skip.detail
+
+
+@pytest.mark.parametrize(
+    "front", ["1 " * 99, " " * 199 + ":", "Jan " * 50, "a1b" * 66 + " ", "(((" * 66 + " "]
+)
+def test_hostile_prefixes_are_tried_once_a_line(front: str, log: Log) -> None:
+    """However a prefix is built, lines that nearly have it are read in one go."""
+    near = front[: len(front) - 1] + "!"
+    lines = [front + f"step:{n} - actor/a:1 - actor/b:2" for n in range(20)]
+    opened = "(\"Final validation metrics: {'val-core/x/acc/mean@1': 0.5,\""
+    reading = read(log(*lines, front + opened, *[near * 50] * 2000))
+    assert [step for step, _ in rows(reading)] == list(range(20))
 
 
 def test_many_lines_that_may_end_a_block(log: Log) -> None:

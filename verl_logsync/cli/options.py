@@ -20,12 +20,18 @@ def paths_argument(function: _F) -> _F:
     )
 
 
+_CONFIG: Final = click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    help="Settings file (default: verl-logsync.toml here, if there is one).",
+)
+_STEP_KEY: Final = click.option(
+    "--step-key",
+    metavar="KEY",
+    help="The key that holds the step of JSON lines (default: step, as verl writes it).",
+)
 _GROUPING: Final = (
-    click.option(
-        "--config",
-        type=click.Path(path_type=Path),
-        help="Settings file (default: verl-logsync.toml here, if there is one).",
-    ),
+    _CONFIG,
     click.option(
         "--on-overlap",
         type=click.Choice(["last", "first", "both", "error"]),
@@ -63,14 +69,11 @@ _GROUPING: Final = (
     click.option(
         "--on-restart",
         type=click.Choice(["ask", "replace"]),
-        help="When a later attempt of a run begins at step 0 again: leave the run out and name "
-        "the choices, or let it replace the earlier one (default: ask).",
+        help="When a later attempt of a run begins at step 0 again, and may have had a "
+        "checkpoint: leave the run out and name the choices, or let it replace the earlier one "
+        "(default: ask).",
     ),
-    click.option(
-        "--step-key",
-        metavar="KEY",
-        help="The key that holds the step of JSON lines (default: step, as verl writes it).",
-    ),
+    _STEP_KEY,
     click.option(
         "--per-rank",
         multiple=True,
@@ -123,6 +126,11 @@ _DIAGNOSTICS: Final = (
 def grouping_options(function: _F) -> _F:
     """How files are grouped into runs, and attempts into a history."""
     return _with(_GROUPING, function)
+
+
+def recognition_options(function: _F) -> _F:
+    """How files are recognised, for commands that do not group them."""
+    return _with((_CONFIG, _STEP_KEY), function)
 
 
 def diagnostics_options(function: _F) -> _F:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from verl_logsync.cli.options import paths_argument
+from verl_logsync.cli.options import paths_argument, recognition_options, settings_from
 from verl_logsync.cli.printing import say
 
 
@@ -20,19 +21,21 @@ from verl_logsync.cli.printing import say
     show_default=True,
     help="The folder for the copies; give it to upload as one more path.",
 )
+@recognition_options
 @click.option("--quiet", is_flag=True, help="Print only what was copied.")
-def snapshot(paths: tuple[Path, ...], folder: Path, quiet: bool) -> int:
+def snapshot(paths: tuple[Path, ...], folder: Path, quiet: bool, **options: Any) -> int:
     """Keep copies of verl's own log files below PATHS, which a restarted job truncates.
 
     Run it from cron every few minutes. A log that grew is copied further; one that was begun anew
-    gets a new copy, and the old one stays. Exit code 3 means that some could not be copied.
+    gets a new copy, and the old one stays. JSON lines of other writers are copied when --step-key
+    names what counts their steps. Exit code 3 means that some could not be copied.
     """
     from verl_logsync import api
     from verl_logsync.errors import LogsyncError
     from verl_logsync.reports.text import counted, error_lines
 
     failed = False
-    for log, result in api.snapshot(paths, folder):
+    for log, result in api.snapshot(paths, folder, settings_from(options)):
         if isinstance(result, LogsyncError):
             failed = True
             say(f"FAIL {log}")

@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from verl_logsync.align import Policy, align
 from verl_logsync.assemble import Surroundings, assemble
+from verl_logsync.beginnings import Checkpoints
 from verl_logsync.clock import set_clocks
 from verl_logsync.columns import AXES, STEP, TableBuilder
 from verl_logsync.config_files import config_artifact
@@ -85,6 +86,7 @@ def load(
     if stored:
         attempts = (*stored, *(_without_held(a, stored, engine) for a in attempts))
     configs = [engine.by_name[file.source].read(file) for file in run.configs]
+    belongings = _belongings(engine, run)
     settings = engine.settings
     clocked = set_clocks(attempts, pins or {}, wall=settings.runtime == "wall")
     precisions = {source.name: source.precision for source in engine.sources} | {_STORED: 100}
@@ -93,10 +95,15 @@ def load(
         precisions,
         Policy(settings.on_overlap, settings.keep_tail, settings.on_restart),
         clocked.clock,
+        Checkpoints(tuple(config.config for config in configs), belongings.checkpoints),
     )
     history = replace(hushed_rows(history), added=_derived_before(attempts))
     around = _with_config(assemble(attempts[len(stored) :], configs), run)
-    account = _with_belongings(account, engine, run)
+    account = replace(
+        account,
+        notes=(*account.notes, *belongings.notes),
+        skips=(*account.skips, *belongings.skips),
+    )
     own = tuple(reading.attempt for reading in attempts[len(stored) :])
     return Loaded(run, history, account, around, clocked.pins, clocked.started_at, own)
 
@@ -122,19 +129,33 @@ def _with_config(around: Surroundings, run: RunSources) -> Surroundings:
     return replace(around, extra=extra)
 
 
-def _with_belongings(account: Account, engine: Engine, run: RunSources) -> Account:
-    """The account with what is to be said about dumps and checkpoints."""
+@dataclass(frozen=True, slots=True)
+class _Belongings:
+    """What is to be said about a run's dumps and checkpoints; `checkpoints` are their steps, None
+    when a folder of them cannot be read.
+    """
+
+    notes: tuple[str, ...]
+    skips: tuple[Skip, ...]
+    checkpoints: frozenset[int] | None
+
+
+def _belongings(engine: Engine, run: RunSources) -> _Belongings:
     notes: list[str] = []
     skips: list[Skip] = []
+    steps: set[int] = set()
+    readable = True
     for file in (*run.rollouts, *run.checkpoints):
         try:
             reading = engine.by_name[file.source].read(file)
         except InputError as error:
             skips.append(Skip(SkipReason.UNREADABLE, error.place, error.message, error.hint))
+            readable = readable and file.role != "checkpoint"
         else:
             notes.extend(reading.notes)
             skips.extend(reading.skips)
-    return replace(account, notes=(*account.notes, *notes), skips=(*account.skips, *skips))
+            steps |= reading.checkpoints
+    return _Belongings(tuple(notes), tuple(skips), frozenset(steps) if readable else None)
 
 
 def _rank_rules(settings: Settings) -> RankRules:

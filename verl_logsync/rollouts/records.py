@@ -26,7 +26,7 @@ from verl_logsync.structs import NESTED, REFUSALS, SCALAR, strict_struct
 #: Longer rows are skipped: a dump of any size must be read with little memory.
 LONGEST_ROW: Final = 32 << 20
 #: A file of this name is the dump of that step.
-DUMP_NAME: Final = re.compile(r"^(\d{1,18})\.jsonl$")
+DUMP_NAME: Final = re.compile(r"^(\d{1,18})\.jsonl$", re.IGNORECASE)
 #: What verl itself writes; all other keys are extras of the reward function.
 OWN_KEYS: Final = frozenset({"input", "output", "gts", "score", "step", "uid", "request_id"})
 

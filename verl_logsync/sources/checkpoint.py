@@ -25,7 +25,8 @@ TRACKER: Final = "latest_checkpointed_iteration.txt"
 
 _STEP_FOLDER: Final = re.compile(r"^global_step_(\d{1,15})$")
 _LOG_LIKE: Final = re.compile(
-    r"\.(jsonl|ndjson|wandb|log|out|err|parquet)(\.\w+)?$|tfevents|^wandb$|^\.hydra$"
+    r"\.(jsonl|ndjson|wandb|log|out|err|parquet)(\.\w+)?$|tfevents|^wandb$|^\.hydra$",
+    re.IGNORECASE,
 )
 # So many checkpoints are listed one by one.
 _LISTED: Final = 12
@@ -93,7 +94,9 @@ class Checkpoint:
         except OSError as error:
             raise unreadable(root, error) from error
         no_rows = pa.table({STEP: pa.array([], type=pa.int64())})
-        return Reading(no_rows, skips, notes=_notes(steps, _tracked(root / TRACKER)))
+        latest = _tracked(root / TRACKER)
+        known = frozenset(steps if latest is None else (*steps, latest))
+        return Reading(no_rows, skips, notes=_notes(steps, latest), checkpoints=known)
 
     def _damaged(self, folder: Path) -> tuple[Skip, ...]:
         """What is in the two small files but cannot be understood. Raises OSError."""

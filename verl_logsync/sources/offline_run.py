@@ -123,7 +123,7 @@ class OfflineRun:
 
 
 def _is_log(path: Path) -> bool:
-    return path.suffix == ".wandb"
+    return path.suffix.lower() == ".wandb"
 
 
 def _folder_without_log(candidate: Candidate) -> Skip:

@@ -26,7 +26,8 @@ __all__ = ["Rollouts", "reduce_folder"]
 _OTHERS: Final = 0.1
 # Other entries of such names are for other sources to look at (`5.jsonl.bak` is not).
 _LOG: Final = re.compile(
-    r"(?!\d+\.jsonl(\.|$)).*(\.(jsonl|ndjson|wandb|log|out|err|parquet)\b|tfevents)"
+    r"(?!\d+\.jsonl(\.|$)).*(\.(jsonl|ndjson|wandb|log|out|err|parquet)\b|tfevents)",
+    re.IGNORECASE,
 )
 
 

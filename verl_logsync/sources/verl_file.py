@@ -24,12 +24,13 @@ from verl_logsync.known_rows import KnownRows
 from verl_logsync.model import Facts, LogFile, Reading, Skip, SkipReason
 from verl_logsync.verl_keys import is_validation_only
 
-_NAMED_SO: Final = re.compile(r"\.(jsonl|ndjson)(\.\w+)*$")
+_NAMED_SO: Final = re.compile(r"\.(jsonl|ndjson)(\.\w+)*$", re.IGNORECASE)
 _RECORD_START: Final = re.compile(rb'\s*\{\s*"step"\s*:\s*(-?\d+)\s*,\s*"data"\s*:\s*\{')
 # EXP.jsonl.1, EXP.20250405_142311.jsonl, EXP.attempt2.jsonl, EXP.jsonl.bak are EXP.
 _COPY_MARKS: Final = re.compile(
     r"(\.(jsonl|ndjson|json|log|txt)|\.\d{8}[_-]?\d{6}|[._-]attempt[_-]?\d+"
-    r"|(?<=\.jsonl)\.(\d+|bak|old|prev|orig|save|copy))$"
+    r"|(?<=\.jsonl)\.(\d+|bak|old|prev|orig|save|copy))$",
+    re.IGNORECASE,
 )
 _PACKED: Final = {
     b"\x1f\x8b": "gunzip -k",

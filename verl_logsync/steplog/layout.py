@@ -62,7 +62,7 @@ def names_after(name: str) -> tuple[str, ...]:
 def _sealed(name: str) -> re.Match[str] | None:
     import re
 
-    return re.match(_SEALED, name)
+    return re.match(_SEALED, name, re.IGNORECASE)
 
 
 def sealed_number(name: str, stem: str, kind: str) -> int:

@@ -70,6 +70,7 @@ class Attempts:
     def __init__(self, notes: Notebook) -> None:
         self.restarts: list[Restart] = []
         self.config: dict[str, Any] = {}
+        self.earlier_configs: list[Mapping[str, Any]] = []
         self.last_line = 0
         self._notes = notes
         self._builder = TableBuilder()
@@ -91,6 +92,8 @@ class Attempts:
         elif isinstance(event, Validation):
             self._validation(event)
         elif isinstance(event, Config):
+            if self.config and self.config != event.values:
+                self.earlier_configs.append(dict(self.config))
             self.config.update(event.values)
             self._hint(event.at, certain=True)
         elif isinstance(event, Sign):

@@ -21,7 +21,9 @@ _LONGEST: Final = 200
 _LONGEST_LINE: Final = 4_000
 
 
-def ending(attempts: Attempts, console: Sequence[str]) -> Ending | None:
+def ending(
+    attempts: Attempts, console: Sequence[str], prefix: re.Pattern[str] | None = None
+) -> Ending | None:
     """What the text says about the end of the last start of the job.
 
     Training that ended by itself is done, whatever its processes say when they are torn down.
@@ -35,7 +37,7 @@ def ending(attempts: Attempts, console: Sequence[str]) -> Ending | None:
     bar = _last_bar(tail)
     if bar is not None and bar[1] and bar[0] >= bar[1] and not attempts.began_again:
         return Ending(0, "the progress bar reached its end")
-    error = _last_error(tail, attempts.now.owners)
+    error = _last_error(tail, attempts.now.owners, prefix)
     return Ending(1, error) if error else None
 
 
@@ -47,14 +49,14 @@ def _last_bar(tail: Sequence[str]) -> tuple[int, int] | None:
     return None
 
 
-def _last_error(tail: Sequence[str], owners: set[str]) -> str:
+def _last_error(tail: Sequence[str], owners: set[str], prefix: re.Pattern[str] | None) -> str:
     """The exception that ended the driver or the trainer; empty if it went on or there is none.
 
     Tracebacks of other workers are no end: many are survived.
     """
     error, seen = "", False
     for line in tail:
-        inside = content(line)
+        inside = content(line, prefix)
         if inside.owner and inside.owner not in owners:
             continue
         text = inside.text.strip()[:_LONGEST_LINE]

@@ -17,7 +17,8 @@ _ANSI: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\
 # Ray's own colours, which are nearly all there are.
 _COMMON_ANSI: Final = ("\x1b[36m", "\x1b[0m")
 
-_STAMP: Final = (
+#: A date with a time of day.
+STAMP: Final = (
     r"(?P<date>\d{4}-\d{2}-\d{2})[T ](?P<time>\d{2}:\d{2}:\d{2})(?:[.,](?P<part>\d{1,9}))?"
     r"(?P<zone>Z|[+-]\d{2}:?\d{2})?"
 )
@@ -27,7 +28,7 @@ _AROUND: Final = tuple(
     re.compile(pattern)
     for pattern in (
         # containerd's files name the stream and whether the line is whole (F) or a piece (P)
-        rf"\[?{_STAMP}\]?(?: std(?:out|err) (?P<flag>[FP])(?: |$)|[ \t]|: |$)",
+        rf"\[?{STAMP}\]?(?: std(?:out|err) (?P<flag>[FP])(?: |$)|[ \t]|: |$)",
         r" {0,3}\d{1,5}: ",  # srun --label
         r"\[?\d{2}:\d{2}:\d{2}(?:[.,]\d{1,9})?\]?[ \t]",
         rf"{_MONTH} [ \d]?\d \d{{2}}:\d{{2}}:\d{{2}} ",  # syslog, journald, ts
@@ -39,13 +40,15 @@ _AROUND: Final = tuple(
 )
 # What is left of a colour where text was copied from an editor or a web page, or shown by `cat -v`.
 _FADED: Final = r"(?:(?:\^\[|[\ufffd\u241b])?\[\d{1,3}(?:;\d{1,3}){0,4}m)?"
-_RAY: Final = re.compile(
+#: Ray's prefix.
+RAY: Final = (
     rf"{_FADED}\((?P<who>[^()]*?)\bpid=(?P<pid>\d+)(?:, ip=(?P<ip>[^()\s]+))?\){_FADED}(?: |$)"
 )
+_RAY: Final = re.compile(RAY)
 _REPEATED: Final = re.compile(r" \[repeated \d+x across cluster\](?: \(Ray deduplicates.*)?$")
 _RECORD: Final = re.compile(r"(?:^|\s)step:\d+ -")
 # "2026-12-01 03:33:07,261	INFO worker.py" (Ray), "INFO:2026-12-01 03:33:38,568:" (verl 0.9)
-_INNER_STAMP: Final = re.compile(rf"(?:[A-Z]+:)?{_STAMP}[\t :]")
+_INNER_STAMP: Final = re.compile(rf"(?:[A-Z]+:)?{STAMP}[\t :]")
 _NEVER_MORE: Final = 8
 
 
@@ -110,7 +113,7 @@ def plain_line(line: bytes) -> bytes:
     if type(text) is not str:
         return line
     shown = text.rstrip("\n").replace("\n", " ")
-    if type(time) is str and re.fullmatch(_STAMP, time):
+    if type(time) is str and re.fullmatch(STAMP, time):
         stream = "stderr" if entry.get("stream") == "stderr" else "stdout"
         shown = f"{time} {stream} {'F' if text.endswith(chr(10)) else 'P'} {shown}"
     return shown.encode(errors="replace")
@@ -175,16 +178,20 @@ def last_return(line: str) -> str:
     return line.rstrip("\r").rpartition("\r")[2] if "\r" in line else line
 
 
-def content(line: str) -> Content:
-    """Take apart a line that has no escape sequences any more."""
+def content(line: str, prefix: re.Pattern[str] | None = None) -> Content:
+    """Take apart a line that has no escape sequences any more.
+
+    Args:
+        prefix: what stands in front of this file's lines besides what is known (`prefixes.py`).
+    """
     line = line.replace("\0", "").rstrip("\r")
-    text, stamp, owner, flag = _unwrapped(line)
+    text, stamp, owner, flag = _freed(line, prefix)
     bare = text is line
     whole, hidden = text, ""
     if "\r" in text:
         whole = text.replace("\r", "")
         text, hidden = _after_return(text)
-        text, inner_stamp, inner_owner, _ = _unwrapped(text)
+        text, inner_stamp, inner_owner, _ = _freed(text, prefix)
         stamp, owner = stamp or inner_stamp, owner or inner_owner
     if text.endswith((" cluster]", ")")):
         text = _REPEATED.sub("", text)
@@ -199,6 +206,15 @@ def _after_return(text: str) -> tuple[str, str]:
             if _RECORD.search(pieces[index]):
                 return pieces[index], "".join(pieces[index + 1 :])
     return pieces[-1], ""
+
+
+def _freed(line: str, prefix: re.Pattern[str] | None) -> tuple[str, float | None, str, str]:
+    """A line without what stands in front, known and learnt: text, stamp, owner, flag."""
+    text, stamp, owner, flag = _unwrapped(line)
+    if prefix is None or not (found := prefix.match(text)):
+        return text, stamp, owner, flag
+    text, inner_stamp, inner_owner, _ = _unwrapped(text[found.end() :])
+    return text, stamp or inner_stamp, owner or inner_owner, flag
 
 
 def _unwrapped(line: str) -> tuple[str, float | None, str, str]:

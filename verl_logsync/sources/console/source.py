@@ -19,6 +19,7 @@ from verl_logsync.sources.console.attempts import collect
 from verl_logsync.sources.console.blocks import names_of
 from verl_logsync.sources.console.ending import ending
 from verl_logsync.sources.console.lines import content, plain_line, stretches, without_ansi
+from verl_logsync.sources.console.prefixes import learn_prefix
 from verl_logsync.sources.console.records import Record, parse_record
 from verl_logsync.sources.console.transcript import (
     Began,
@@ -39,9 +40,12 @@ _TAIL_BYTES: Final = 1 << 20
 # A compressed file has no tail: it is unpacked, up to here, to know its last step.
 _UNPACKED_BYTES: Final = 1 << 30
 _OTHERS: Final = re.compile(
-    r"\.(jsonl?|ndjson|ya?ml|toml|csv|tsv|parquet|wandb|py|md|html?|tar|tgz|zip)(\.\w+)*$"
+    r"\.(jsonl?|ndjson|ya?ml|toml|csv|tsv|parquet|wandb|py|md|html?|tar|tgz|zip)(\.\w+)*$",
+    re.IGNORECASE,
 )
-_CONSOLE_NAME: Final = re.compile(r"\.(log|out|err|txt|console)(\.\d+)?(\.(gz|zst))?$")
+_CONSOLE_NAME: Final = re.compile(
+    r"\.(log|out|err|txt|console)(\.\d+)?(\.(gz|zst))?$", re.IGNORECASE
+)
 # What only a trainer's console says; each is printed before the first step.
 _TRAINER: Final = re.compile(
     rb"'actor_rollout_ref': |Total training steps: \d|Size of train dataloader: \d"
@@ -65,6 +69,9 @@ class Console:
         look, named_so = _Look(candidate), _CONSOLE_NAME.search(candidate.path.name)
         try:
             look.search()
+            if look.first is not None and (prefix := learn_prefix(Unpacked(candidate.path))):
+                look = _Look(candidate, prefix)
+                look.search()
         except NoDecompressor as error:
             return _unusable(candidate, SkipReason.UNREADABLE, error) if named_so else None
         except NotALog as error:
@@ -79,7 +86,8 @@ class Console:
     def read(self, file: LogFile) -> Reading:
         content_of = Unpacked(file.path)
         notes = _notebook(file.path)
-        transcript = Transcript(notes, keep=True)
+        prefix = learn_prefix(Unpacked(file.path))
+        transcript = Transcript(notes, keep=True, prefix=prefix)
         began: list[Began] = []
         attempts = collect(_heard(_events(content_of, transcript), began), notes)
         if content_of.cut:
@@ -98,11 +106,12 @@ class Console:
             skips,
             config=attempts.config,
             extra=PassThrough(console=transcript.console, unfinished=transcript.unfinished),
-            ending=ending(attempts, transcript.console),
+            ending=ending(attempts, transcript.console, prefix),
             started_at=began[0].stamp if began else None,
             restarts=tuple(attempts.restarts),
             rounding=attempts.rounding,
             below_precision=attempts.below_precision,
+            earlier_configs=tuple(attempts.earlier_configs),
         )
 
 
@@ -149,6 +158,7 @@ class _Look:
     """What the beginning and the end of a file tell."""
 
     candidate: Candidate
+    prefix: re.Pattern[str] | None = None
     first: Record | None = None
     trained: Record | None = None
     last: Record | None = None
@@ -164,7 +174,7 @@ class _Look:
         pieces = Unpacked(path)
         packed = bool(packing(self.candidate.head))
         notes = Notebook(str(path), "")
-        transcript = Transcript(notes, keep=False)
+        transcript = Transcript(notes, keep=False, prefix=self.prefix)
         limit = _UNPACKED_BYTES if packed else SEARCHED
         for stretch in stretches(pieces):
             if stretch.number == 1 and packed and not _is_text(stretch.data):
@@ -180,7 +190,7 @@ class _Look:
             for event in transcript.close():
                 self._hear(event)
         if self.first is not None and not packed:
-            self.last = _last_record(self.candidate) or self.last
+            self.last = _last_record(self.candidate, self.prefix) or self.last
 
     def _signs(self, data: bytes) -> None:
         if self.first is None:
@@ -236,7 +246,7 @@ class _Look:
             detail = "a trainer's console without a step yet"
             return Skip(SkipReason.NOTHING_YET, place, detail, "It is read again next time.")
         other = self.candidate.path.with_suffix(".out")
-        if self.candidate.path.suffix == ".err" and is_there(other):
+        if self.candidate.path.suffix.lower() == ".err" and is_there(other):
             detail = f"progress bars only; what was logged is in {other.name}"
             return Skip(SkipReason.NOT_RECOGNISED, place, detail)
         hint = (
@@ -251,7 +261,7 @@ def _digest(record: Record) -> str:
     return hashlib.blake2b(text.encode(errors="replace"), digest_size=8).hexdigest()
 
 
-def _last_record(candidate: Candidate) -> Record | None:
+def _last_record(candidate: Candidate, prefix: re.Pattern[str] | None) -> Record | None:
     """The last record of a plain file, looking back from its end."""
     size, window = candidate.stamp.size, _TAIL_BYTES
     while True:
@@ -264,8 +274,8 @@ def _last_record(candidate: Candidate) -> Record | None:
             return None
         for line in reversed(tail.split(b"\n")[:-1]):  # what follows the last line end may be cut
             if b"step:" in line:
-                text = content(without_ansi(plain_line(line).decode(errors="replace"))).text
-                record = parse_record(text)
+                text = without_ansi(plain_line(line).decode(errors="replace"))
+                record = parse_record(content(text, prefix).text)
                 if record is not None:
                     return record
         if start == 0 or window >= SEARCHED:

@@ -186,13 +186,20 @@ class Notebook:
 
 
 class Transcript:
-    """Turns stretches of lines into events; with `keep` also into the console's lines."""
+    """Turns stretches of lines into events; with `keep` also into the console's lines.
 
-    def __init__(self, notes: Notebook, *, keep: bool) -> None:
+    Args:
+        prefix: what stands in front of this file's lines besides what is known.
+    """
+
+    def __init__(
+        self, notes: Notebook, *, keep: bool, prefix: re.Pattern[str] | None = None
+    ) -> None:
         self._console = Spool()
         self.unfinished = ""
         self._notes = notes
         self._keep = keep
+        self._prefix = prefix
         self._known: dict[bytes, int] = {}
         self._known_bytes = 0
         self._open: tuple[Printed, Broken, bool] | None = None
@@ -298,7 +305,7 @@ class Transcript:
         visible = shown(text)
         if self._keep:
             self._console.append(self._hushed(visible) if kind & _SECRET else visible)
-        inside = content(text)
+        inside = content(text, self._prefix)
         at = Printed(number, offset, inside.owner, inside.stamp)
         if self._began is None:
             yield from self._time(inside)
@@ -324,7 +331,7 @@ class Transcript:
     def _last(self, stretch: Stretch) -> Iterator[Event]:
         """What follows the last line feed: its writer has not finished it."""
         text = without_ansi(plain_line(stretch.data).decode(errors="replace"))
-        inside = content(text)
+        inside = content(text, self._prefix)
         at = Printed(stretch.number, stretch.offset, inside.owner, inside.stamp)
         wrapped = still_wrapped(stretch.data) and "step:" in text
         starts = wrapped or record_start(inside.text) is not None

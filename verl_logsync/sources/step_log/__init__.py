@@ -26,7 +26,7 @@ from verl_logsync.sources.step_log.files import (
 )
 from verl_logsync.sources.step_log.headers import newer_version
 
-_NAMED_SO: Final = re.compile(r"\.steps(\.\d+)?\.(jsonl|parquet)(\.\w+)*$")
+_NAMED_SO: Final = re.compile(r"\.steps(\.\d+)?\.(jsonl|parquet)(\.\w+)*$", re.IGNORECASE)
 _HEAD_BYTES: Final = 1 << 16
 
 

@@ -44,6 +44,7 @@ class Contents:
         self._header: Header | None = None
         self._started_at: float | None = None
         self._config: Mapping[str, Any] = {}
+        self._earlier_configs: list[Mapping[str, Any]] = []
         self._restarts: list[Restart] = []
         self._ending: Ending | None = None
         self._ended_at: float | None = None
@@ -220,6 +221,8 @@ class Contents:
         elif not header.continues:
             self._restart(Restart(len(self._steps), header.started_at, header.attempt_id))
         self._header = header
+        if header.config and self._config and header.config != self._config:
+            self._earlier_configs.append(self._config)
         self._config = header.config or self._config
         self._ending = None
         if not header.continues:
@@ -279,6 +282,7 @@ class Contents:
             ended_at=self._ended_at,
             restarts=tuple(self._restarts),
             notes=tuple(f"{text}: {count}" for text, count in self._notes.items()),
+            earlier_configs=tuple(self._earlier_configs),
         )
 
     def _table(self) -> pa.Table:
