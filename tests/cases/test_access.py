@@ -170,6 +170,16 @@ def test_i5_a_user_without_a_home(log, upload, one_run, open_folder):
     assert (done.returncode, len(done.stderr.splitlines())) == (5, 1), done.stderr
 
 
+class _Proxy(ThreadingHTTPServer):
+    """A proxy's address, the server behind it, and what it was asked for."""
+
+    def __init__(self, behind: str) -> None:
+        super().__init__(("127.0.0.1", 0), _Recorder)
+        self.behind = behind
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.asked: list[str] = []
+
+
 class _Recorder(BaseHTTPRequestHandler):
     """A proxy that writes down what it is asked for, and forwards it to one server.
 
@@ -177,6 +187,7 @@ class _Recorder(BaseHTTPRequestHandler):
     """
 
     protocol_version = "HTTP/1.1"
+    server: _Proxy
 
     def do_CONNECT(self):
         self.server.asked.append(f"CONNECT {self.path}")
@@ -210,10 +221,7 @@ class _Recorder(BaseHTTPRequestHandler):
 @pytest.fixture
 def proxy(server):
     """A proxy before the server; `asked` is what it was asked for."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Recorder) as running:
-        running.asked = []
-        running.behind = urlsplit(server.url).netloc
-        running.url = f"http://127.0.0.1:{running.server_port}"
+    with _Proxy(urlsplit(server.url).netloc) as running:
         thread = threading.Thread(target=running.serve_forever, daemon=True)
         thread.start()
         yield running
