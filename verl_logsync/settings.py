@@ -147,7 +147,8 @@ class Settings:
 
     @property
     def state_folder(self) -> Path:
-        return self.state_dir or default_state_dir()
+        """Absolute: the uploader, which works in a folder of its own, is given paths in it."""
+        return (self.state_dir or default_state_dir()).absolute()
 
     @property
     def decisive(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 import click
@@ -37,6 +38,7 @@ cli.add_command(demo)
 
 def main() -> NoReturn:
     """Run the command line; every way out has its exit code (see the table in the docs)."""
+    _open_closed_streams()
     try:
         code = cli.main(standalone_mode=False)
         sys.exit(int(code or 0))
@@ -67,6 +69,16 @@ def main() -> NoReturn:
         _say(f"verl-logsync: internal error: {type(error).__name__}: {error}")
         _say("  -> Please report it; VERL_LOGSYNC_DEBUG=1 shows where it happened")
         sys.exit(ExitCode.INTERNAL)
+
+
+def _open_closed_streams() -> None:
+    """Some schedulers start programs without standard streams: what is said there goes nowhere.
+
+    Left closed, the next file that is opened would get the number of one, and what is printed.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - open until the end
 
 
 def _say(text: str) -> None:

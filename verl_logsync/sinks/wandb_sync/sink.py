@@ -95,6 +95,8 @@ Kind = tuple[bool, bool]
 
 #: An HTTP status in the uploader's words; other numbers are not taken for one.
 _STATUS: Final = re.compile(r"(?:error|status|http|code)[\s:(=]*([45]\d\d)\b", re.IGNORECASE)
+#: Lines of a traceback but its last, which says what happened.
+_TRACE: Final = re.compile(r"\s|Traceback \(")
 _MESSAGE: Final = re.compile(r"^wandb: (?:(ERROR|WARNING) )?\[([^\]]+)\] (.*)$")
 
 
@@ -400,10 +402,11 @@ def _messages(output: str, run_id: str) -> tuple[str, ...]:
         found = _MESSAGE.match(line)
         if found and found[1] and found[2].split("/")[-1] == run_id:
             messages.append(mask_text(found[3]))
-        elif not found and line.startswith(("wandb: ERROR", "Traceback", "Error:")):
+        elif not found and line.startswith(("wandb: ERROR", "Error:")):
             messages.append(mask_text(line.removeprefix("wandb: ERROR ")))
     if "wandb: " not in output:  # it never came so far as to speak for itself
-        messages.extend(mask_text(line) for line in output.splitlines()[-3:])
+        last_words = [line for line in output.splitlines() if not _TRACE.match(line)]
+        messages.extend(mask_text(line) for line in last_words[-3:])
     return tuple(dict.fromkeys(messages))
 
 
