@@ -65,9 +65,8 @@ def test_i9_streams_may_be_closed(closed, two_logs, from_cron, server):
 
 
 @pytest.mark.parametrize("variable", ["--state-dir", "VERL_LOGSYNC_STATE_DIR", "XDG_STATE_HOME"])
-def test_i9_paths_from_where_it_was_started(variable, two_logs, upload, server, monkeypatch):
+def test_i9_paths_from_where_it_was_started(variable, two_logs, upload, server):
     """I9: relative paths, of logs and of the state, count from the folder cron started it in."""
-    monkeypatch.chdir(upload.home)
     logs = os.path.relpath(two_logs, upload.home)
     option = [variable, "state"] if variable.startswith("--") else []
     env = upload.env(**({} if option else {variable: "state"}))

@@ -95,7 +95,8 @@ Kind = tuple[bool, bool]
 
 #: An HTTP status in the uploader's words; other numbers are not taken for one.
 _STATUS: Final = re.compile(r"(?:error|status|http|code)[\s:(=]*([45]\d\d)\b", re.IGNORECASE)
-#: Lines of a traceback but its last, which says what happened.
+#: A traceback, of which only the last line says what happened, and the lines before that one.
+_RAISED: Final = re.compile(r"^Traceback \(.*\n(?:[ \t].*\n)*(\S.*)", re.MULTILINE)
 _TRACE: Final = re.compile(r"\s|Traceback \(")
 _MESSAGE: Final = re.compile(r"^wandb: (?:(ERROR|WARNING) )?\[([^\]]+)\] (.*)$")
 
@@ -404,6 +405,7 @@ def _messages(output: str, run_id: str) -> tuple[str, ...]:
             messages.append(mask_text(found[3]))
         elif not found and line.startswith(("wandb: ERROR", "Error:")):
             messages.append(mask_text(line.removeprefix("wandb: ERROR ")))
+    messages.extend(mask_text(words) for words in _RAISED.findall(output))
     if "wandb: " not in output:  # it never came so far as to speak for itself
         last_words = [line for line in output.splitlines() if not _TRACE.match(line)]
         messages.extend(mask_text(line) for line in last_words[-3:])
