@@ -158,11 +158,11 @@ def _without_empty_clock(reading: Reading) -> Reading:
 def _kind(readings: Sequence[tuple[LogFile, Reading]], recorded: Sequence[pa.Table]) -> Clock:
     """How well the times of an attempt are known: as well as that of its least known step."""
     tables = [reading.rows for _, reading in readings]
-    steps = {step for rows in tables for step in rows.column(STEP).to_pylist()}
-    if steps <= _timed_steps(recorded):
+    steps = np.concatenate([np.empty(0, np.int64), *(r.column(STEP).to_numpy() for r in tables)])
+    if np.isin(steps, _timed_steps(recorded)).all():
         return "recorded"
     timed = _timed_steps([rows for rows in tables if TIMESTAMP in rows.schema.names])
-    return "estimated" if steps <= timed else "unknown"
+    return "estimated" if np.isin(steps, timed).all() else "unknown"
 
 
 def _estimated(
@@ -186,18 +186,17 @@ def _estimated(
         start = max(_start(rows, elapsed, recorded, end), window[0])
     pinned[head] = start
     times = start + elapsed
-    known = np.isin(rows.column(STEP).to_numpy(), sorted(_timed_steps(recorded)))
+    known = np.isin(rows.column(STEP).to_numpy(), _timed_steps(recorded))
     rows = _with(rows, TIMESTAMP, np.where(known, np.nan, times))
     return replace(reading, rows=rows, started_at=start)
 
 
-def _timed_steps(recorded: Sequence[pa.Table]) -> set[int]:
+def _timed_steps(recorded: Sequence[pa.Table]) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Steps for which some log has a time."""
-    return {
-        step
-        for rows in recorded
-        for step in rows.column(STEP).filter(rows.column(TIMESTAMP).is_valid()).to_pylist()
-    }
+    steps = [
+        rows.column(STEP).filter(rows.column(TIMESTAMP).is_valid()).to_numpy() for rows in recorded
+    ]
+    return np.concatenate([np.empty(0, np.int64), *steps])
 
 
 def _without_skew(

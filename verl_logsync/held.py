@@ -9,9 +9,10 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 
-from verl_logsync.columns import AXES, STEP, TableBuilder
+from verl_logsync.columns import AXES, STEP
 from verl_logsync.digests import overall_digest, row_digests
 from verl_logsync.model import Action, Confirmed, History, RemoteState, UploadPlan
+from verl_logsync.table_builder import TableBuilder
 
 _Ints = np.ndarray[Any, np.dtype[np.int64]]
 _Hashes = np.ndarray[Any, np.dtype[np.uint64]]

@@ -22,13 +22,13 @@ from verl_logsync.columns import (
     RUNTIME,
     STEP,
     TIMESTAMP,
-    TableBuilder,
     as_numbers,
     concat,
     decode,
     to_json,
 )
 from verl_logsync.model import Ending, LogFile, Reading
+from verl_logsync.table_builder import TableBuilder
 from verl_logsync.verl_keys import is_training_key
 
 Rule = Literal["mean", "max", "min", "sum", "same"]

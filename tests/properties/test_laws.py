@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 
 from verl_logsync import api, pipeline
 from verl_logsync.align import Policy, align
-from verl_logsync.columns import MISSING, STEP, TableBuilder, concat, decode
+from verl_logsync.columns import MISSING, STEP, concat, decode
 from verl_logsync.digests import canonical, row_digests
 from verl_logsync.model import Attempt, AttemptReading, Facts, History, LogFile, Reading, Stamp
 from verl_logsync.settings import Settings
 from verl_logsync.sources import SOURCES
+from verl_logsync.table_builder import TableBuilder
 from verl_logsync.transaction_log import history_row, read_records
 from verl_logsync.transaction_log.fragment import history_payloads
 from verl_logsync.transaction_log.writer import TransactionLogWriter

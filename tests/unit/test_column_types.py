@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 import verl_logsync
-from verl_logsync.columns import TableBuilder
+from verl_logsync.table_builder import TableBuilder
 from verl_logsync.testing.builders import write_verl_log
 
 

@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_logsync import StepLogger
-from verl_logsync.columns import MISSING, TableBuilder, decode
+from verl_logsync.columns import MISSING, decode
 from verl_logsync.discover import discover
 from verl_logsync.model import Ending, Facts, LogFile, Reading, Skip, SkipReason, Stamp
 from verl_logsync.ranks import Piece, RankRules, merge_ranks
 from verl_logsync.sources.step_log import StepLog
+from verl_logsync.table_builder import TableBuilder
 
 NAN = math.nan
 

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 import verl_logsync
 from verl_logsync.align import Policy, align
-from verl_logsync.columns import STEP, TableBuilder
+from verl_logsync.columns import STEP
 from verl_logsync.model import Attempt, AttemptReading, Facts, LogFile, Reading, Restart, Stamp
 from verl_logsync.sessions import sort_out
+from verl_logsync.table_builder import TableBuilder
 from verl_logsync.testing.builders import write_verl_log
 
 PRECISIONS = {"offline_run": 30, "verl_file": 20, "console": 10}

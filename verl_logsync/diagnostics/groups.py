@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from verl_logsync.columns import STEP, TableBuilder
+from verl_logsync.columns import STEP
 from verl_logsync.rollouts.values import MOST_BINS, Histogram, StepReduction
+from verl_logsync.table_builder import TableBuilder
 
 if TYPE_CHECKING:
     import pyarrow as pa

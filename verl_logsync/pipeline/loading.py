@@ -15,7 +15,7 @@ from verl_logsync.align import Policy, align
 from verl_logsync.assemble import Surroundings, assemble
 from verl_logsync.beginnings import Checkpoints
 from verl_logsync.clock import set_clocks
-from verl_logsync.columns import AXES, STEP, TableBuilder
+from verl_logsync.columns import AXES, STEP
 from verl_logsync.config_files import config_artifact
 from verl_logsync.errors import InputError, LogsyncError
 from verl_logsync.hush import hushed_rows
@@ -41,6 +41,7 @@ from verl_logsync.ranks import RankRules, Rule
 from verl_logsync.sessions import sort_out
 from verl_logsync.settings import Settings
 from verl_logsync.steady import read_steadily
+from verl_logsync.table_builder import TableBuilder
 from verl_logsync.verl_keys import training_rows
 
 #: The source that rows read back from a server are said to come from.

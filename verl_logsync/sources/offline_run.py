@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from verl_logsync.columns import RUNTIME, STEP, TIMESTAMP, TableBuilder
+from verl_logsync.columns import RUNTIME, STEP, TIMESTAMP
 from verl_logsync.errors import LogsyncError, NotALog, quoted
 from verl_logsync.fingerprint import data_folders, essentials
 from verl_logsync.hush import (
@@ -45,6 +45,7 @@ from verl_logsync.model import (
 )
 from verl_logsync.regular import is_file, read_start
 from verl_logsync.secrets_mask import mask_config, mask_words
+from verl_logsync.table_builder import TableBuilder
 from verl_logsync.transaction_log import (
     BLOCK_SIZE,
     UNKNOWN,

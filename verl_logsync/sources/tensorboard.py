@@ -18,10 +18,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from verl_logsync.columns import AXES, STEP, TIMESTAMP, TableBuilder
+from verl_logsync.columns import AXES, STEP, TIMESTAMP
 from verl_logsync.errors import NotALog, UnreadableInput
 from verl_logsync.interfaces import Candidate
 from verl_logsync.model import Facts, LogFile, Reading, Skip, SkipReason, Stamp
+from verl_logsync.table_builder import TableBuilder
 from verl_logsync.verl_keys import is_training_key
 
 #: How to get what reads these files.

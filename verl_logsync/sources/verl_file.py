@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from verl_logsync.columns import AXES, STEP, TIMESTAMP, TableBuilder
+from verl_logsync.columns import AXES, STEP, TIMESTAMP
 from verl_logsync.errors import NotALog, UnreadableInput, quoted
 from verl_logsync.interfaces import Candidate
 from verl_logsync.jsonlines import BOM, LONGEST_LINE, Line, parse_line, read_lines
 from verl_logsync.known_rows import KnownRows
 from verl_logsync.model import Facts, LogFile, Reading, Skip, SkipReason
+from verl_logsync.table_builder import TableBuilder
 from verl_logsync.verl_keys import is_validation_only
 
 _NAMED_SO: Final = re.compile(r"\.(jsonl|ndjson)(\.\w+)*$", re.IGNORECASE)
@@ -91,12 +92,10 @@ class VerlFile:
 
     def read(self, file: LogFile) -> Reading:
         rows = _Rows(file.place, self._form)
-        for line in read_lines(file.path):
-            rows.take(line)
+        rows.take_all(file.path)
         if rows.rounded:
             rows = _Rows(file.place, self._form, exactly=True)
-            for line in read_lines(file.path):
-                rows.take(line)
+            rows.take_all(file.path)
         return rows.reading()
 
 
@@ -166,17 +165,19 @@ class _Rows:
         self._steps: list[int] = []
         self._times: list[float | None] = []
         self._builder = TableBuilder()
-        self._known = KnownRows(self._builder)
+        self._known = KnownRows(self._builder, self._took)
         self._skips: list[Skip] = []
         self._more: dict[SkipReason, int] = {}
 
-    def take(self, line: Line) -> None:
-        record = None if line.too_long else self._known.take(line.data)
-        if record is None:
-            self._take_unknown(line)
-        else:
-            self._steps.append(record.step)
-            self._times.append(None)
+    def take_all(self, path: Path) -> None:
+        """All lines of a file. Raises UnreadableInput."""
+        for line in read_lines(path, self._known.take_lines):
+            if line.too_long or not self._known.take(line.data):
+                self._take_unknown(line)
+
+    def _took(self, records: list[Any]) -> None:
+        self._steps += [record.step for record in records]
+        self._times += [None] * len(records)
 
     def _take_unknown(self, line: Line) -> None:
         if line.too_long:
@@ -236,7 +237,7 @@ class _Rows:
         if not self._steps and not self._skips:
             raise NotALog("holds no record", place=self._place, hint="It is read again next time.")
         columns: dict[str, Any] = {STEP: pa.array(self._steps, type=pa.int64())}
-        if any(time is not None for time in self._times):
+        if self._times.count(None) < len(self._times):
             columns[TIMESTAMP] = pa.array(self._times, type=pa.float64())
         more = (
             Skip(reason, self._place, f"{count} more like those above", records=count)

@@ -208,7 +208,7 @@ def _table_of(lines: list[bytes]) -> pa.Table:
     """Records as columns: axes, and metrics by the rules of `verl_logsync.columns`."""
     import pyarrow as pa
 
-    from verl_logsync.columns import TableBuilder
+    from verl_logsync.table_builder import TableBuilder
 
     builder = TableBuilder()
     axes: dict[str, list[float]] = {STEP: [], TIME: [], MONO: []}

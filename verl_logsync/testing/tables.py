@@ -9,7 +9,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from verl_logsync.columns import STEP, TableBuilder
+from verl_logsync.columns import STEP
+from verl_logsync.table_builder import TableBuilder
 
 
 def table(rows: Mapping[int, Mapping[str, Any]]) -> pa.Table:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from verl_logsync.columns import AXES, EXACT, STEP, TIMESTAMP, TableBuilder
+from verl_logsync.columns import AXES, EXACT, STEP, TIMESTAMP
 from verl_logsync.model import Restart, SkipReason
 from verl_logsync.sources.console.records import HALF_DIGIT, Record
 from verl_logsync.sources.console.transcript import (
@@ -22,6 +22,7 @@ from verl_logsync.sources.console.transcript import (
     Step,
     Validation,
 )
+from verl_logsync.table_builder import TableBuilder
 from verl_logsync.verl_keys import is_training_key, is_validation_only
 
 _UNKNOWN_STEP: Final = "its step is not known yet"

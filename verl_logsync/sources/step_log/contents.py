@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from verl_logsync.columns import AXES, STEP, TIMESTAMP, TableBuilder, from_json, to_json
+from verl_logsync.columns import AXES, STEP, TIMESTAMP, from_json, to_json
 from verl_logsync.errors import LogsyncError, NotALog
 from verl_logsync.jsonlines import LONGEST_LINE, Line, parse_line, read_lines
 from verl_logsync.known_rows import KnownRows
@@ -16,6 +16,7 @@ from verl_logsync.model import Ending, Reading, Restart, Skip, SkipReason
 from verl_logsync.sources.step_log.headers import Header, header_of, newer_version
 from verl_logsync.sources.step_log.parquet import Group, read_groups
 from verl_logsync.steplog.layout import END_START, HEADER_START, HISTOGRAM, MONO, TABLE, TIME
+from verl_logsync.table_builder import TableBuilder
 
 # So many bad lines are named one by one; of a file full of them the rest is counted.
 _SKIPS_NAMED: Final = 100
@@ -37,7 +38,7 @@ class Contents:
         self._steps: list[int] = []
         self._times: list[float | None] = []
         self._builder = TableBuilder()
-        self._known = KnownRows(self._builder, fields=("time", "mono"))
+        self._known = KnownRows(self._builder, self._took_all, fields=("time", "mono"))
         self._skips: list[Skip] = []
         self._more: dict[SkipReason, int] = {}
         self._notes: dict[str, int] = {}
@@ -71,13 +72,11 @@ class Contents:
 
     def take_lines(self, path: Path) -> None:
         """All lines of a file. Raises UnreadableInput."""
-        for line in read_lines(path):
+        for line in read_lines(path, self._known.take_lines):
             self._take_line(str(path), line)
 
     def _take_line(self, place: str, line: Line) -> None:
-        record = None if line.too_long else self._known.take(line.data)
-        if record is not None:
-            self._took(record.step, record.time, record.mono)
+        if not line.too_long and self._known.take(line.data):
             return
         data = line.data.lstrip(b"\0\r\t ")
         if line.too_long:
@@ -130,6 +129,10 @@ class Contents:
         self._took(step, time, mono)
         if not self._exactly:
             self._known.learn()
+
+    def _took_all(self, records: list[Any]) -> None:
+        for record in records:
+            self._took(record.step, record.time, record.mono)
 
     def _took(self, step: int, time: Any, mono: Any) -> None:
         self._steps.append(step)
