@@ -24,6 +24,8 @@ _MOVED: Final = 1 << 18
 _PART: Final = 1 << 24
 # Stretches of fewer rows are not copied one by one.
 _STRETCH: Final = 8
+# So many rows are turned into columns at once.
+_TILE: Final = 256
 
 #: Numbers; of which shape is said where it is used.
 Matrix = np.ndarray[Any, np.dtype[np.float64]]
@@ -281,7 +283,8 @@ def _columns(count: int, layouts: Sequence[Layout], keys: Sequence[str]) -> Iter
         if odd:
             yield _odd_column(numbers, present, odd)
         elif integral:
-            yield pa.array(np.where(present, numbers, 0).astype(np.int64), mask=mask)
+            whole = numbers if mask is None else np.where(present, numbers, 0)
+            yield pa.array(whole.astype(np.int64), mask=mask)
         else:
             yield pa.array(numbers, mask=mask)
 
@@ -319,16 +322,16 @@ def _at_places(matrix: Matrix, positions: Sequence[int]) -> Matrix:
 
 def _copy_rows(values: Matrix, indices: Indices, into: Matrix) -> None:
     """Copy `values`, shape (rows, keys), to these rows of `into`, shape (keys, all rows)."""
-    ends = [*(np.flatnonzero(np.diff(indices) != 1) + 1).tolist(), len(indices)]
-    if len(ends) > len(indices) // _STRETCH:
+    starts = [0, *(np.flatnonzero(np.diff(indices) != 1) + 1).tolist()]
+    if len(starts) > len(indices) // _STRETCH:
         into[:, indices] = values.T
         return
-    # Most rows follow one another, and copying a stretch of them is by far the fastest.
-    start = 0
-    for end in ends:
-        first = indices[start]
-        into[:, first : first + end - start] = values[start:end].T
-        start = end
+    # Most rows follow one another, and copying a stretch of them is by far the fastest, as long
+    # as it fits into the processor's cache.
+    for start, end in zip(starts, [*starts[1:], len(indices)], strict=True):
+        for at in range(start, end, _TILE):
+            tile = values[at : min(at + _TILE, end)]
+            into[:, indices[at] : indices[at] + len(tile)] = tile.T
 
 
 def _odd_column(

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import re
+from array import array
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+import numpy as np
 
 from verl_logsync.columns import AXES, STEP, TIMESTAMP
 from verl_logsync.errors import NotALog, UnreadableInput, quoted
@@ -162,8 +165,9 @@ class _Rows:
         self._place = place
         self._form = form
         self._exactly = exactly
-        self._steps: list[int] = []
-        self._times: list[float | None] = []
+        self._steps = array("q")
+        #: By the row; verl's own form has none.
+        self._times: dict[int, float] = {}
         self._builder = TableBuilder()
         self._known = KnownRows(self._builder, self._took)
         self._skips: list[Skip] = []
@@ -176,8 +180,7 @@ class _Rows:
                 self._take_unknown(line)
 
     def _took(self, records: list[Any]) -> None:
-        self._steps += [record.step for record in records]
-        self._times += [None] * len(records)
+        self._steps.extend([record.step for record in records])
 
     def _take_unknown(self, line: Line) -> None:
         if line.too_long:
@@ -205,8 +208,9 @@ class _Rows:
         except ValueError as error:
             self._skip(line, SkipReason.MALFORMED, str(error))
             return
+        if time is not None:
+            self._times[len(self._steps)] = time
         self._steps.append(step)
-        self._times.append(time)
         if not self._form.step_key and not self._exactly:
             self._known.learn()
 
@@ -236,9 +240,10 @@ class _Rows:
 
         if not self._steps and not self._skips:
             raise NotALog("holds no record", place=self._place, hint="It is read again next time.")
-        columns: dict[str, Any] = {STEP: pa.array(self._steps, type=pa.int64())}
-        if self._times.count(None) < len(self._times):
-            columns[TIMESTAMP] = pa.array(self._times, type=pa.float64())
+        rows = len(self._steps)
+        columns: dict[str, Any] = {STEP: pa.array(np.frombuffer(self._steps, np.int64))}
+        if self._times:
+            columns[TIMESTAMP] = pa.array(map(self._times.get, range(rows)), pa.float64(), rows)
         more = (
             Skip(reason, self._place, f"{count} more like those above", records=count)
             for reason, count in self._more.items()
