@@ -386,6 +386,8 @@ def _why_apart(run: RunSources, others: Sequence[RunSources], merge: Merge) -> s
     if keys:
         more = ", ..." if len(keys) > 5 else ""
         why = f"the configs differ in {', '.join(keys[:5])}{more} (--merge makes them one run)"
+    elif run.first_step is None or all(other.first_step is None for other in others):
+        why = "there is no step by which one could continue the other"
     elif _begins(run) and any(map(_begins, others)):
         why = (
             f"both start at the beginning (if this one goes on with {others[0].target.run_id}: "

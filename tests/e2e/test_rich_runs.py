@@ -170,6 +170,18 @@ def test_secrets_in_the_console_of_an_offline_run_stay(outputs, upload, one_run)
     assert secret not in held
 
 
+def test_what_is_printed_after_the_last_row_hides_no_step(offline_run, log_of, outputs):
+    """The last step of an offline run is known, however much was printed after training."""
+    log = log_of(offline_run("first_0_29"))
+    line = pb.Record(output_raw=pb.OutputRawRecord(line="x" * 200)).SerializeToString()
+    payloads = [entry.payload for entry in read_records(log) if isinstance(entry, Entry)]
+    with TransactionLogWriter(log) as writer:
+        for payload in (*payloads, *[line] * 20_000):
+            writer.write_payload(payload)
+    (file,) = discover([outputs], [OfflineRun()]).files
+    assert (file.facts.first_step, file.facts.last_step) == (0, 29)
+
+
 def test_what_is_printed_before_the_first_row_hides_no_step(offline_run, log_of, outputs):
     """The steps of an offline run are known, however much was printed until training began."""
     log = log_of(offline_run("first_0_29"))

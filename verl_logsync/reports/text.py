@@ -149,8 +149,9 @@ def run_lines(
     target = run.target
     yield f"{target.project}/{run.name}  run {target.run_id} ({run.id_from}), {rows}, {state}"
     for number, attempt in enumerate(attempts or run.attempts, 1):
-        span = f"{attempt.first_step}..{attempt.last_step}"
-        yield f"  attempt {number} ({attempt.ordered_by}): steps {span}"
+        span = f"steps {attempt.first_step}..{attempt.last_step}"
+        steps = "no steps" if attempt.first_step is None else span
+        yield f"  attempt {number} ({attempt.ordered_by}): {steps}"
         yield from (f"    {file.source:12} {file.place}{_rank(file)}" for file in attempt.files)
     for file in (*run.configs, *run.rollouts, *run.checkpoints):
         yield f"  {file.source:12} {file.place}"

@@ -70,6 +70,8 @@ _SEARCHED: Final = 16 << 20
 _WRITTEN_ANEW: Final = frozenset({"config.yaml", "output.log", "wandb-summary.json"})
 _METADATA: Final = "wandb-metadata.json"
 _TAIL_BYTES: Final = 4 * BLOCK_SIZE
+# Where no row is in that, so many times as much is looked at.
+_WIDER: Final = 8
 _PASSED_ON: Final = frozenset({"alert", "use_artifact", "tbrecord", "preempting", "telemetry"})
 
 
@@ -219,14 +221,18 @@ def _with_row(facts: Facts, entry: Entry) -> Facts:
 
 
 def _last_step(path: Path, stamp: Stamp, first: int | None) -> int | None:
-    """The last row's step, from the end of the file."""
-    start = max(0, (stamp.size - _TAIL_BYTES) // BLOCK_SIZE * BLOCK_SIZE)
-    last = first
-    for entry in read_records(path, start=start):
-        if isinstance(entry, Entry) and entry.kind == "history":
-            step = _step_of(entry)
-            last = step if step is not None else last
-    return last
+    """The last row's step, from the end of the file: as much of it as it takes to find a row."""
+    if first is None:
+        return None
+    looked_at, start = _TAIL_BYTES, stamp.size
+    while start > 0:
+        start = max(0, (stamp.size - looked_at) // BLOCK_SIZE * BLOCK_SIZE)
+        entries = (e for e in read_records(path, start=start) if isinstance(e, Entry))
+        steps = [step for e in entries if e.kind == "history" and (step := _step_of(e)) is not None]
+        if steps:
+            return steps[-1]
+        looked_at *= _WIDER
+    return first
 
 
 def _step_of(entry: Entry) -> int | None:

@@ -50,7 +50,9 @@ STEP_KEYS: Final = (
 # Seconds since 1970 from 1990 to 2100; another number is no time.
 _EARLIEST, _LATEST = 631152000, 4102444800
 _TAIL_BYTES: Final = 1 << 20
-# So far into a file whose name promises a log a first record is looked for.
+# Where no record is in that, so many times as much is looked at.
+_WIDER: Final = 8
+# So far into a file whose name promises a log its first record is looked for, and the last one.
 _SEARCHED: Final = 64 << 20
 # So many bad lines are named one by one; of a file full of them the rest is counted.
 _SKIPS_NAMED: Final = 100
@@ -349,14 +351,25 @@ def _head(candidate: Candidate, size: int) -> bytes:
 
 
 def _last_step(candidate: Candidate, form: _Form, default: int) -> int:
+    """The last record's step, from the end of the file: as much of it as it takes to find one."""
+    size = candidate.stamp.size
+    looked_at = _TAIL_BYTES
+    while True:
+        lines = _tail(candidate.path, size, looked_at).split(b"\n")
+        for line in reversed(lines[:-1]):  # what follows the last line end may be cut
+            step = form.step_in(line)
+            if step is not None:
+                return max(default, step)
+        if looked_at >= min(size, _SEARCHED):
+            return default
+        looked_at *= _WIDER
+
+
+def _tail(path: Path, size: int, looked_at: int) -> bytes:
+    """So many bytes before the end of a file; none of one that cannot be read."""
     try:
-        with candidate.path.open("rb") as stream:
-            stream.seek(max(0, candidate.stamp.size - _TAIL_BYTES))
-            tail = stream.read(_TAIL_BYTES)
+        with path.open("rb") as stream:
+            stream.seek(max(0, size - looked_at))
+            return stream.read(looked_at)
     except OSError:
-        return default
-    for line in reversed(tail.split(b"\n")[:-1]):  # what follows the last line end may be cut
-        step = form.step_in(line)
-        if step is not None:
-            return max(default, step)
-    return default
+        return b""
