@@ -8,7 +8,7 @@ import pytest
 from wandb.proto import wandb_internal_pb2 as pb
 
 from verl_logsync.discover import discover
-from verl_logsync.sources.offline_run import OfflineRun
+from verl_logsync.sources.offline_run import OfflineRun, console_lines
 from verl_logsync.testing.builders import make_offline_run
 from verl_logsync.transaction_log import Entry, TransactionLogWriter, read_records
 
@@ -168,6 +168,56 @@ def test_secrets_in_the_console_of_an_offline_run_stay(outputs, upload, one_run)
     held = repr(run.logs) + repr(run.config) + repr(run.files)
     assert "api_key" in held
     assert secret not in held
+
+
+ODD_LINES = (
+    "",
+    "   ",
+    "\r",
+    "bar  10%\rbar 100%",
+    "\x1b[31mred\x1b[0m",
+    "up\x1b[A",
+    "\x1b[2A\x1b[K\x1b[?25l",
+    "escape\x1b",
+    "bracket\x1b[",
+    "\x1b\x1b[A",
+    "\x1b\x1b[K[A",
+    "\x1b[B\x1b[B\x1b[B",
+    *[""] * 70,
+    "tab\t\x0b\x0c\x07\x08\x00 é 漢 \u2028 \U0001f600",
+    "x" * 10_000,
+    "last",
+    "",
+    "",
+)
+
+
+def test_every_console_line_is_one_line_there(offline_run, log_of, outputs, upload, one_run):
+    """Whatever is printed, blank lines at the end included: as many lines arrive as were meant."""
+    log = log_of(offline_run("first_0_29"))
+    payloads = [entry.payload for entry in read_records(log) if isinstance(entry, Entry)]
+    with TransactionLogWriter(log) as writer:
+        for payload in payloads:
+            writer.write_payload(payload)
+        for number, line in enumerate(ODD_LINES):
+            raw = pb.OutputRawRecord(line=f"{line}\n", output_type=number % 2)
+            writer.write_payload(pb.Record(output_raw=raw).SerializeToString())
+    assert upload.here(outputs, final=True).code == 0
+    again = upload.here(outputs, final=True)
+    assert (again.code, again.rows_sent) == (0, 0)
+    lines = [line.rstrip("\n").split(" ", 1)[1] for line in one_run().logs]
+    assert lines[-3:] == ["last", "", ""]
+    assert lines.count("") >= 70
+
+
+def test_nested_progress_bars_are_as_on_a_screen() -> None:
+    """Bars that move up to rewrite their lines are one line each, as W&B itself shows them."""
+    chunks = ["epoch 0%\n", "step 0%"]
+    for number in range(1, 4):
+        chunks += ["\x1b[A", f"\repoch {number}%", "\n", f"\rstep {number}0%"]
+    chunks += ["\n", "done\r\n", "\x1b[A\x1b[A\x1b[A\x1b[A\x1b[A", "\rtop", "\n", "\n"]
+    assert console_lines(chunks) == (("top", "step 30%", "done"), "")
+    assert console_lines(["a\r\n", "b 1\rb 2\r", "\n", "", "\n"]) == (("a", "b 2", ""), "")
 
 
 def test_what_is_printed_after_the_last_row_hides_no_step(offline_run, log_of, outputs):

@@ -69,6 +69,9 @@ _SEARCHED: Final = 16 << 20
 # The uploader makes these of the run's records, in which secrets are masked.
 _WRITTEN_ANEW: Final = frozenset({"config.yaml", "output.log", "wandb-summary.json"})
 _METADATA: Final = "wandb-metadata.json"
+_CURSOR_MOVES: Final = re.compile(r"(\n|\r|\x1b\[[AB])")
+# The height of the terminal that W&B draws console text on: the cursor moves up no further.
+_SCREEN: Final = 32
 _TAIL_BYTES: Final = 4 * BLOCK_SIZE
 # Where no row is in that, so many times as much is looked at.
 _WIDER: Final = 8
@@ -520,10 +523,29 @@ def _md5(path: Path) -> str:
 
 
 def console_lines(chunks: Iterable[str]) -> tuple[tuple[str, ...], str]:
-    """Whole lines of console text, and what follows the last line end.
+    """Whole lines of console text as a terminal shows them, and what follows the last line end.
 
-    A progress bar rewrites its line after a carriage return: what was last on it is the line.
+    A progress bar rewrites its line after a carriage return, and nested ones move up to theirs.
     """
-    lines = "".join(chunks).replace("\r\n", "\n").split("\n")
-    shown = [line.rsplit("\r", 1)[-1] for line in lines]
+    text = "".join(chunks).replace("\r\n", "\n")
+    if "\x1b[A" in text:
+        shown = _on_screen(text)
+    else:  # the same, faster
+        shown = [line.rstrip("\r").rsplit("\r", 1)[-1] for line in text.split("\n")]
     return tuple(shown[:-1]), shown[-1]
+
+
+def _on_screen(text: str) -> list[str]:
+    """The lines of a terminal whose cursor was moved up and down."""
+    lines, row, rewrites = [""], 0, False
+    for piece in _CURSOR_MOVES.split(text):
+        if piece in ("\n", "\x1b[B"):
+            row += 1
+            if row == len(lines):
+                lines.append("")
+        elif piece == "\x1b[A":
+            row = max(row - 1, len(lines) - _SCREEN, 0)
+        elif piece and piece != "\r":
+            lines[row] = piece if rewrites else lines[row] + piece
+        rewrites = piece in ("\n", "\r") or (rewrites and piece in ("", "\x1b[A", "\x1b[B"))
+    return lines

@@ -245,7 +245,9 @@ class _Rows:
         rows = len(self._steps)
         columns: dict[str, Any] = {STEP: pa.array(np.frombuffer(self._steps, np.int64))}
         if self._times:
-            columns[TIMESTAMP] = pa.array(map(self._times.get, range(rows)), pa.float64(), size=rows)
+            columns[TIMESTAMP] = pa.array(
+                map(self._times.get, range(rows)), pa.float64(), size=rows
+            )
         more = (
             Skip(reason, self._place, f"{count} more like those above", records=count)
             for reason, count in self._more.items()

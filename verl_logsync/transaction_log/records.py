@@ -6,8 +6,9 @@ written here is read back with wandb's own classes in the tests.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from verl_logsync.columns import STEP, to_json
 from verl_logsync.model import FileRef
@@ -18,6 +19,10 @@ _SUMMARY, _FILES, _ARTIFACT, _ALERT, _METRIC = 3, 6, 8, 10, 12
 _OUTPUT_RAW, _RUN, _EXIT = 13, 17, 18
 # The console's streams are STDERR = 0 and STDOUT = 1.
 _STDOUT = 1
+
+# Control sequences that do not colour, and what may begin one.
+_NO_COLOUR: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-ln-~]")
+_ESCAPE: Final = re.compile(r"\x1b(?!\[[0-9;]*m)")
 
 
 def run_record(
@@ -67,8 +72,15 @@ def summary_record(summary: Mapping[str, Any]) -> bytes:
 
 
 def console_record(line: str) -> bytes:
-    """One line for the Logs tab."""
-    return message(_OUTPUT_RAW, integer(1, _STDOUT) + text(3, f"{line}\n"))
+    """One line for the Logs tab.
+
+    The uploader draws it on a terminal, which has a line where something was printed. What would
+    move its cursor, or swallow the line's end, is left out, and a blank line has a space.
+    """
+    if "\x1b" in line:
+        line = _ESCAPE.sub("", _NO_COLOUR.sub("", line))
+    shown = line if line.strip("\r") else " "
+    return message(_OUTPUT_RAW, integer(1, _STDOUT) + text(3, f"{shown}\n"))
 
 
 def files_record(files: Iterable[FileRef]) -> bytes:
