@@ -87,8 +87,7 @@ def make_plan(situation: Situation) -> UploadPlan:
     decision = _decide(situation, relation)
     along = _along(situation, decision)
     if decision.action is Action.NOTHING and _has_more(situation, along.extra):
-        more = Action.APPEND if along.extra.carries else Action.FINISH
-        decision = replace(decision, action=more)
+        decision = replace(decision, action=_more(situation, along.extra))
     decision = replace(decision, notes=(*decision.notes, *along.notes))
     return _filled(situation, relation, decision, along, meant.digests)
 
@@ -229,6 +228,13 @@ def _has_more(situation: Situation, extra: PassThrough) -> bool:
     wanted = situation.ready.state
     fitting = {"finished": {"finished"}, "failed": {"failed", "crashed"}}
     return wanted != "running" and remote.state not in fitting[wanted]
+
+
+def _more(situation: Situation, extra: PassThrough) -> Action:
+    """What sending something without rows is."""
+    if situation.remote is None:
+        return Action.NEW
+    return Action.APPEND if extra.carries else Action.FINISH
 
 
 def _filled(

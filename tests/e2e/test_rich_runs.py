@@ -210,6 +210,21 @@ def test_every_console_line_is_one_line_there(offline_run, log_of, outputs, uplo
     assert lines.count("") >= 70
 
 
+def test_a_run_that_died_before_its_first_step_is_new(offline_run, log_of, outputs, upload):
+    """What a run printed before it died arrives as a new run, with a warning; then it is there."""
+    log = log_of(offline_run("first_0_29"))
+    found = [entry for entry in read_records(log) if isinstance(entry, Entry)]
+    raw = pb.OutputRawRecord(line="CUDA out of memory\n")
+    with TransactionLogWriter(log) as writer:
+        for entry in found:
+            if entry.kind not in ("history", "stats", "output_raw"):
+                writer.write_payload(entry.payload)
+        writer.write_payload(pb.Record(output_raw=raw).SerializeToString())
+    first, again = upload.here(outputs, final=True), upload.here(outputs, final=True)
+    assert (first.code, first.only["action"]) == (3, "new")
+    assert (again.code, again.only["action"]) == (3, "nothing to do")
+
+
 def test_nested_progress_bars_are_as_on_a_screen() -> None:
     """Bars that move up to rewrite their lines are one line each, as W&B itself shows them."""
     chunks = ["epoch 0%\n", "step 0%"]
