@@ -179,7 +179,8 @@ def _by_name(files: Sequence[LogFile]) -> dict[tuple[str, str], list[LogFile]]:
         groups.setdefault((group[0].facts.project, named), []).extend(group)
     for file in files:
         if not file.facts.run_id:
-            name = file.facts.name or Path(_PACKED.sub("", file.path.name)).stem
+            own = file.facts.name or file.facts.place_name
+            name = own or Path(_PACKED.sub("", file.path.name)).stem
             groups.setdefault((file.facts.project, name), []).append(file)
     return groups
 

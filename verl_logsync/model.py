@@ -118,7 +118,8 @@ class Facts:
     the digests of the logs that a fragment of our own was made from, and `derived` the columns that
     diagnostics added to it. `rank` is None for logs that one process writes for all;
     `attempt_id` is what all ranks of one start recorded. `dirs` are the folders that the config
-    names for dumps and checkpoints, as written there.
+    names for dumps and checkpoints, as written there. `place_name` names a log that names no
+    experiment after its place; by default such a one has its file's name.
     """
 
     entity: str = ""
@@ -140,6 +141,7 @@ class Facts:
     attempt_id: str = ""
     host: str = ""
     dirs: Mapping[str, str] = field(default_factory=dict)
+    place_name: str = ""
 
 
 @dataclass(frozen=True, slots=True)

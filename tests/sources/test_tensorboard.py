@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from verl_logsync import api
 from verl_logsync.columns import AXES, MISSING, decode
 from verl_logsync.discover import discover
 from verl_logsync.errors import NotALog, UnreadableInput
 from verl_logsync.model import LogFile, Reading, Skip, SkipReason
+from verl_logsync.settings import Settings
 from verl_logsync.sources.tensorboard import TensorBoard
 
 pytest.importorskip("tensorboard")
@@ -138,6 +140,16 @@ def test_names_come_from_the_folders(write: Write) -> None:
     for folder in ("tensorboard_log", "tensorboard_log/only_one", "elsewhere/p/e"):
         facts = recognised(write([(1, "actor/a", 1.0)], folder)).facts
         assert (facts.project, facts.name) == ("", ""), folder
+
+
+def test_outside_verls_folders_every_folder_is_a_run(write: Write, tmp_path: Path) -> None:
+    """Files of one process in several folders are as many runs, named after their folders."""
+    first = write([(step, "loss", 1.0) for step in range(51)], "exp1/train")
+    second = write([(step, "loss", 2.0) for step in range(40, 60)], "exp1/valid")
+    first.rename(first.with_name("events.out.tfevents.1756846967.node.53134.29"))
+    second.rename(second.with_name("events.out.tfevents.1756846967.node.53134.30"))
+    found, _ = api.scan([tmp_path], Settings())
+    assert {run.name for run in found.runs} == {"exp1/train", "exp1/valid"}
 
 
 def test_generations_are_no_history() -> None:

@@ -356,6 +356,8 @@ def _facts(candidate: Candidate, look: _Look) -> Facts:
     return Facts(
         project=project,
         name=name,
+        # One folder is one run, as in TensorBoard itself; many are called the same.
+        place_name="/".join(candidate.path.absolute().parent.parts[-2:]),
         started_at=look.started_at,
         first_step=first.step,
         last_step=max(first.step, _last_step(candidate.path, candidate.stamp, look.last_step)),
