@@ -655,12 +655,15 @@ class UploadPlan:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of reading back. `how` names the read that was used."""
+    """The result of reading back: `how` names the read that was used, `lines` counts the history
+    lines that were found.
+    """
 
     agrees: bool
     how: str
     differences: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    lines: int = 0
 
 
 # -- told to the user ----------------------------------------------------------------------

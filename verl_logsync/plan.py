@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
@@ -14,6 +14,7 @@ from verl_logsync.derived_by import changed, continued, of_others
 from verl_logsync.digests import canonical, overall_digest, row_digests
 from verl_logsync.held import Comparison, Held, compare, countable_keys, key_counts
 from verl_logsync.lacking import Lacking, lacking, nothing_but_rows
+from verl_logsync.limits import cut_notes
 from verl_logsync.model import (
     SENDING,
     Action,
@@ -248,6 +249,7 @@ def _filled(
     recorded = situation.around.extra
     summary = summarise(history, recorded.summary, defined=bool(recorded.metrics))
     summary |= situation.derived.summary
+    tags = _tags(situation)
     plan = UploadPlan(
         target=run.target,
         name=run.name,
@@ -271,12 +273,23 @@ def _filled(
             *ready.notes,
             *_version_note(situation, decision),
             *_late_note(situation, decision),
+            *_cut_notes(situation, tags),
             *situation.derived.notes,
         ),
         alerts=_alerts(situation, decision),
-        tags=_tags(situation),
+        tags=tags,
     )
     return replace(plan, expect=_expectation(situation, relation, plan))
+
+
+def _cut_notes(situation: Situation, tags: Sequence[str] | None) -> Iterator[str]:
+    """What W&B is too narrow for, of the words that go along."""
+    if situation.remote is not None:
+        return cut_notes(tags=tags or ())
+    extra = situation.around.extra
+    return cut_notes(
+        name=situation.run.name, group=extra.group, job_type=extra.job_type, tags=tags or ()
+    )
 
 
 def _alerts(situation: Situation, decision: _Decision) -> tuple[Alert, ...]:

@@ -39,7 +39,7 @@ def verify_counts(plan: UploadPlan, found: RemoteState | None) -> Verdict:
     wrong.extend(_state_difference(plan, found))
     wrong.extend(_missing_parts(plan, found))
     notes = () if found.key_counts or not meant.lines else ("the server gives no counts per key",)
-    return Verdict(not wrong, COUNTS_READ, _shortened(wrong), notes)
+    return Verdict(not wrong, COUNTS_READ, _shortened(wrong), notes, found.lines)
 
 
 def _summary_differences(plan: UploadPlan, found: Mapping[str, Any]) -> list[str]:
@@ -87,7 +87,8 @@ def verify_rows(plan: UploadPlan, meant: Held, rows: Iterable[Mapping[str, Any]]
     """
     stored = list(rows)
     if not stored and plan.expect.lines:
-        return Verdict(False, ROWS_READ, ("the server returned no rows: values not verified",))
+        why = "the server returned no rows: values not verified"
+        return Verdict(False, ROWS_READ, (why,), lines=plan.expect.lines)
     found = held_from_rows(stored, plan.marker.added, plan.history.logged_from)
     sent = (*AXES[1:], *sorted(plan.history.added))
     wrong = list(_sent_differences(plan, stored, sent))
@@ -99,7 +100,7 @@ def verify_rows(plan: UploadPlan, meant: Held, rows: Iterable[Mapping[str, Any]]
         wrong.insert(0, _difference(plan, stored[int(differ.argmax())]))
     elif len(meant.steps) != len(found.steps):
         wrong.insert(0, f"{len(meant.steps)} rows meant, {len(found.steps)} read")
-    return Verdict(not wrong, ROWS_READ, _shortened(wrong))
+    return Verdict(not wrong, ROWS_READ, _shortened(wrong), lines=len(stored))
 
 
 def _difference(plan: UploadPlan, row: Mapping[str, Any]) -> str:

@@ -267,3 +267,13 @@ def test_i6_rows_do_not_need_the_storage_host(log, upload, server, one_run):
     assert result.code in (0, 4)
     if result.code == 4:
         assert all("row" not in difference for difference in result.only["differences"])
+
+
+def test_rows_that_did_not_arrive_are_not_called_sent(log, upload, server, one_run):
+    """Where the server refuses rows none are said to be sent; the next upload sends them all."""
+    server.faults.add(Fault("file_stream", status=400, times=None))
+    result = upload(log)
+    assert (result.code, result.rows_sent, one_run().rows) == (4, 0, [])
+    server.faults.clear()
+    result = upload(log)
+    assert (result.code, result.rows_sent, len(one_run().rows)) == (0, 8, 8)

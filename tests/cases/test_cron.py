@@ -104,7 +104,7 @@ def test_e3_the_server_has_had_enough(two_logs, upload, server):
 
 
 def test_g4_long_names_and_a_large_config(outputs, age, upload, server):
-    """G4: names beyond W&B's limits are cut, and a config of 16 MB arrives."""
+    """G4: names beyond W&B's limits are cut, which is said, and a config of 16 MB arrives."""
     write_verl_log(
         outputs / "grpo" / ("n" * LONG + ".jsonl"), [(s, {"x": s / 7}) for s in range(5)]
     )
@@ -117,4 +117,6 @@ def test_g4_long_names_and_a_large_config(outputs, age, upload, server):
     by_id = {run.id: run for run in server.runs}
     assert len(by_id["bigone"].config["big"]) == 16 << 20
     assert {run.name for run in server.runs} == {"n" * 128, "m" * 128}
+    for run in result.runs:
+        assert any("W&B takes 128, the rest is cut" in note for note in run["notes"])
     assert upload.here(outputs).rows_sent == 0

@@ -104,6 +104,41 @@ def test_the_same_comes_out(folder: Path, rows: list[dict[str, Any]]) -> None:
     assert_equal(read(folder, lines), one_by_one(lines))
 
 
+_SETS = st.sampled_from(
+    [
+        {"a": 1.5, "n": 3, "c/d": 2.0},
+        {"a": 1.5, "n": 3, "c/d": 2.0, "val/x": 0.5, "val/n": 7},
+        {"val/x": 0.25, "val/n": 8},
+        {"n": 3, "a": 1.25, "c/d": None, "late": 4},
+        {"a": 1.5, "n": 3, "c/d": 2.0, "val/x": None},
+    ]
+)
+_MIXED = st.lists(
+    st.one_of(
+        st.tuples(_SETS, st.integers(1, 12), st.just({})),
+        st.tuples(_SETS, st.integers(1, 3), _CHANGES),
+    ),
+    min_size=6,
+    max_size=25,
+)
+
+
+@given(_MIXED, st.sampled_from([1, 64, 300, 1000, 1 << 16]))
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_same_comes_out_of_mixed_layouts(
+    folder: Path, parts: list[tuple[dict[str, Any], int, dict[str, Any]]], block: int
+) -> None:
+    """Rows of several sets of keys, in stretches and alone, however many are read at once."""
+    rows = [row | changed for row, count, changed in parts for _ in range(count)]
+    lines = [json.dumps({"step": step, "data": row}) for step, row in enumerate(rows)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("verl_logsync.jsonlines._BLOCK", block)
+        patch.setattr("verl_logsync.table_builder._MOVED", block)
+        patch.setattr("verl_logsync.table_builder._TILE", 3)
+        table = read(folder, lines)
+    assert_equal(table, one_by_one(lines))
+
+
 def line_of(step: object, values: str, more: str = "") -> str:
     return f'{{"step":{step},"data":{values}{more}}}'
 

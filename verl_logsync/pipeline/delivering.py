@@ -142,7 +142,7 @@ def _concluded(
         return _left_alone(engine, sink, item)
     verdict = result if isinstance(result, Verdict) else None
     outcome = replace(
-        outcome_of(item, rows_sent=item.plan.rows_to_send, verdict=verdict),
+        outcome_of(item, rows_sent=_arrived(item, verdict), verdict=verdict),
         url=sink.url(item.plan.target),
     )
     outcome = replace(outcome, notes=(*outcome.notes, *said.notes))
@@ -159,6 +159,17 @@ def _concluded(
         outcome = replace(outcome, notes=(*outcome.notes, "NOT VERIFIED: --verify none"))
     words = tuple(f"{_SAYS}{m}" for m in said.messages[:5])
     return replace(outcome, notes=(*outcome.notes, *words))
+
+
+def _arrived(item: Prepared, verdict: Verdict | None) -> int:
+    """How many of the rows that were sent are there, as far as was read back."""
+    plan = item.plan
+    if verdict is None or verdict.agrees:
+        return plan.rows_to_send
+    if plan.action is Action.REWIND and verdict.lines == len(item.held.steps):
+        return 0
+    kept = plan.expect.lines - plan.rows_to_send
+    return min(max(verdict.lines - kept, 0), plan.rows_to_send)
 
 
 def _left_alone(engine: Engine, sink: Sink, item: Prepared) -> Outcome:

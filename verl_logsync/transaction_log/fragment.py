@@ -20,6 +20,7 @@ import numpy as np
 
 from verl_logsync.columns import STEP, json_values
 from verl_logsync.errors import LogsyncError, UnreadableInput, WriteError, quoted
+from verl_logsync.limits import LONGEST_NAME, LONGEST_TAG, tags_within
 from verl_logsync.model import (
     MARKER_KEY,
     Action,
@@ -50,7 +51,6 @@ ARTIFACT_FILES: Final = "artifacts"
 #: Rows are encoded in stretches of this size, which bounds memory.
 _STRETCH: Final = 4096
 # W&B's limits; longer ones are refused at upload.
-_LONGEST_NAME, _LONGEST_TAG = 128, 64
 
 
 def folder_name(plan: UploadPlan) -> str:
@@ -163,12 +163,12 @@ def _runtime(summary: Mapping[str, Any]) -> float:
 def _run_payload(plan: UploadPlan, entity: str) -> bytes:
     extra = plan.extra
     words = run_words(
-        name=plan.name[:_LONGEST_NAME],
+        name=plan.name[:LONGEST_NAME],
         notes=extra.notes,
-        group=extra.group[:_LONGEST_NAME],
-        job_type=extra.job_type[:_LONGEST_TAG],
+        group=extra.group[:LONGEST_NAME],
+        job_type=extra.job_type[:LONGEST_TAG],
     )
-    tags = [tag[:_LONGEST_TAG] for tag in dict.fromkeys(plan.tags or ()) if tag]
+    tags = tags_within(plan.tags or ())
     return run_record(
         run_id=plan.target.run_id,
         entity=entity,
