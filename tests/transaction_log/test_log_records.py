@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from wandb.proto import wandb_internal_pb2 as pb
@@ -76,15 +77,45 @@ def test_summary(summary):
     assert stored == {(k,): _on_wire(v) for k, v in summary.items()}
 
 
-@given(_TEXT)
+def _printed(line: str) -> bytes:
+    raw = pb.OutputRawRecord(output_type=pb.OutputRawRecord.OutputType.STDOUT, line=f"{line}\n")
+    return pb.Record(output_raw=raw).SerializeToString()
+
+
+@given(_TEXT.filter(lambda line: "\x1b" not in line and line.strip("\r")))
 def test_console(line):
     """A console line goes to standard output with its line end."""
-    record = pb.Record(
-        output_raw=pb.OutputRawRecord(
-            output_type=pb.OutputRawRecord.OutputType.STDOUT, line=f"{line}\n"
-        )
-    )
-    assert console_record(line) == record.SerializeToString()
+    assert console_record(line) == _printed(line)
+
+
+@given(
+    st.lists(
+        st.sampled_from(["\x1b", "[", "A", "B", "2", "m", "K", "\x1b[A", "\x1b[31m", "\r", "x"]),
+        max_size=12,
+    ).map("".join)
+)
+def test_console_lines_leave_the_cursor_alone(line):
+    """No line moves the uploader's cursor up or down, swallows its end or draws nothing."""
+    printed = pb.Record.FromString(console_record(line)).output_raw.line
+    assert "\x1b[A" not in printed
+    assert "\x1b[B" not in printed
+    assert not printed.endswith(("\x1b\n", "\x1b[\n"))
+    assert printed.strip("\r\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("", " "),
+        ("\r", " "),
+        ("\x1b[31mred\x1b[0m", "\x1b[31mred\x1b[0m"),
+        ("up\x1b[A", "up"),
+        ("\x1b[?25l\x1b[2K", " "),
+    ],
+)
+def test_what_is_left_of_a_console_line(line, shown):
+    """Colours stay; what moves the cursor goes; a blank line has a space."""
+    assert console_record(line) == _printed(shown)
 
 
 @given(st.integers(-(2**31), 2**31 - 1), st.floats(0, 1e9))
