@@ -79,7 +79,7 @@ def test_summary(summary):
 
 def _printed(line: str) -> bytes:
     raw = pb.OutputRawRecord(output_type=pb.OutputRawRecord.OutputType.STDOUT, line=f"{line}\n")
-    return pb.Record(output_raw=raw).SerializeToString()
+    return bytes(pb.Record(output_raw=raw).SerializeToString())
 
 
 @given(_TEXT.filter(lambda line: "\x1b" not in line and line.strip("\r")))

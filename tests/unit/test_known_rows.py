@@ -113,7 +113,7 @@ _SETS = st.sampled_from(
         {"a": 1.5, "n": 3, "c/d": 2.0, "val/x": None},
     ]
 )
-_MIXED = st.lists(
+_MIXED: Any = st.lists(
     st.one_of(
         st.tuples(_SETS, st.integers(1, 12), st.just({})),
         st.tuples(_SETS, st.integers(1, 3), _CHANGES),
