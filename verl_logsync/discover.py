@@ -64,16 +64,18 @@ def discover(
     sources: Sequence[Source],
     recall: Recall = remember_nothing,
     excluded: Sequence[Path] = (),
+    patterns: Sequence[str] = (),
 ) -> Found:
     """Find every log below the paths.
 
     Folders that are reached twice (by symlinks, or because paths overlap) are entered once.
-    Excluded ones (our own state and output) are not entered, unless given themselves.
+    Excluded ones (our own state and output) are not entered, unless given themselves; nor is what
+    the shell patterns match, by its path or its name.
 
     Raises:
         UsageError: a given path does not exist.
     """
-    walk = _Walk(sources, recall, excluded)
+    walk = _Walk(sources, recall, excluded, patterns)
     for path in sorted(paths, key=str):
         if not _may_be_there(path):
             raise UsageError(
@@ -85,11 +87,23 @@ def discover(
     return Found(tuple(files), skips, tuple(walk.reached))
 
 
+def _is_like(path: Path, patterns: Sequence[str]) -> bool:
+    places = (str(path), str(path.absolute()), path.name) if patterns else ()
+    return any(fnmatch(place, pattern) for pattern in patterns for place in places)
+
+
 class _Walk:
-    def __init__(self, sources: Sequence[Source], recall: Recall, excluded: Sequence[Path]) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        recall: Recall,
+        excluded: Sequence[Path],
+        patterns: Sequence[str],
+    ) -> None:
         self._sources = sources
         self._recall = recall
         self._excluded = {path.resolve() for path in excluded}
+        self._patterns = patterns
         self.reached: list[tuple[str, LogFile]] = []
         self._seen: set[tuple[int, int]] = set()
         self.files: list[LogFile] = []
@@ -160,7 +174,7 @@ class _Walk:
             return
         # Real entries first: a folder is called by its own name, not by that of a link to it.
         for entry in sorted((path / name for name in names), key=lambda e: (is_link(e), e)):
-            if entry.name not in _NEVER_ENTERED:
+            if entry.name not in _NEVER_ENTERED and not _is_like(entry, self._patterns):
                 self.enter(entry, depth + 1, links)
 
     def _file(self, path: Path, stamp: Stamp, *, given: bool) -> None:

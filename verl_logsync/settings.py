@@ -95,18 +95,17 @@ def _is_ours(folder: Path) -> bool:
 class Settings:
     """Everything that can be set. Times are in seconds.
 
-    `runs` holds (name, shell pattern) pairs: files that match belong to that run, whatever
-    they say themselves; a name may be `PROJECT/NAME`. `offsets` holds (shell pattern, steps)
-    pairs: so much is added to every step of the files that match, or, in a file that counts from 0
-    again, to those from there on (the second pair from the second such place on). `step_key` names
-    the key that holds the step of JSON lines that are not of verl's own form, or count
-    otherwise. With
-    `bind_checkpoints` the run's id is written into its checkpoint folder, as `binding_file`.
-    `diagnostics` says whether derived columns are added, `recompute` that all rows are sent anew
-    with them; `rules` is a TOML file over the shipped health rules, a score of `success_threshold`
-    and more is a solved prompt, and tables of groups are made every `tables_every` steps (0:
-    never). `rank_rules` holds (key pattern, rule) pairs: how the values of several ranks become
-    one; keys that match `per_rank`
+    What `exclude` (shell patterns) matches, files and folders, is not looked at. `runs` holds
+    (name, shell pattern) pairs: files that match belong to that run, whatever they say themselves;
+    a name may be `PROJECT/NAME`. `offsets` holds (shell pattern, steps) pairs: so much is added to
+    every step of the files that match, or, in a file that counts from 0 again, to those from there
+    on (the second pair from the second such place on). `step_key` names the key that holds the step
+    of JSON lines that are not of verl's own form, or count otherwise. With `bind_checkpoints` the
+    run's id is written into its checkpoint folder, as `binding_file`. `diagnostics` says whether
+    derived columns are added, `recompute` that all rows are sent anew with them; `rules` is a TOML
+    file over the shipped health rules, a score of `success_threshold` and more is a solved prompt,
+    and tables of groups are made every `tables_every` steps (0: never). `rank_rules` holds (key
+    pattern, rule) pairs: how the values of several ranks become one; keys that match `per_rank`
     keep each rank's value too, and those that match `rank_spread` get the spread.
     """
 
@@ -126,6 +125,7 @@ class Settings:
     stale_after: float = 3600.0
     final: bool = False
     timeout: float = 3600.0
+    exclude: tuple[str, ...] = ()
     runs: tuple[tuple[str, str], ...] = ()
     merge: Merge = "auto"
     offsets: tuple[tuple[str, int], ...] = ()
@@ -347,6 +347,7 @@ _LISTS: Final[Mapping[str, Callable[[str], Any]]] = {
     "runs": parse_run,
     "offsets": parse_offset,
     "rank_rules": parse_rank_rule,
+    "exclude": str,
     "per_rank": str,
     "rank_spread": str,
 }

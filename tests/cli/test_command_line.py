@@ -221,6 +221,25 @@ def test_status(home: dict[str, str]) -> None:
         assert [r["run_id"] for r in json.loads(result.stdout) if not r["agrees"]] == ["demowandb"]
 
 
+@pytest.mark.parametrize(
+    ("given", "env"),
+    [
+        (["--exclude", "*killed*", "--exclude", "offline-run-*"], {}),
+        ([], {"VERL_LOGSYNC_EXCLUDE": "*killed*:offline-run-*"}),
+        (["--exclude", "*/demo/*killed*", "--exclude", "wandb"], {}),
+    ],
+)
+def test_exclude(home: dict[str, str], given: list[str], env: dict[str, str]) -> None:
+    """What --exclude matches, by name or path, is not looked at; a given path always is."""
+    everything = json.loads(_run("scan", DEMO, "--json", **home).stdout)
+    names = {run["name"] for run in everything["runs"]}
+    assert names == {"qwen_small_grpo", "qwen_small_killed", "qwen_small_wandb"}
+    left = json.loads(_run("scan", DEMO, "--json", *given, **home, **env).stdout)
+    assert {run["name"] for run in left["runs"]} == {"qwen_small_grpo"}
+    whole = json.loads(_run("scan", DEMO, "--json", "--exclude", "demo", **home).stdout)
+    assert {run["name"] for run in whole["runs"]} == names
+
+
 def test_scan(home: dict[str, str]) -> None:
     """scan needs neither key nor network, and tells runs, attempts, steps and gaps."""
     result = _run("scan", DEMO, **home)

@@ -44,6 +44,12 @@ _GROUPING: Final = (
         help="Keep an earlier attempt's rows beyond the end of the later one.",
     ),
     click.option(
+        "--exclude",
+        multiple=True,
+        metavar="GLOB",
+        help="Files and folders that are not looked at, by their path or name; may be repeated.",
+    ),
+    click.option(
         "--run",
         "runs",
         multiple=True,

@@ -52,7 +52,11 @@ def survey(engine: Engine, paths: Sequence[Path]) -> Catalog:
     settings, ledger = engine.settings, engine.ledger
     recall: Recall = ledger.recall(settings.step_key) if ledger is not None else remember_nothing
     found = discover(
-        paths, engine.sources, recall, excluded=(settings.state_folder, settings.output)
+        paths,
+        engine.sources,
+        recall,
+        excluded=(settings.state_folder, settings.output),
+        patterns=settings.exclude,
     )
     if ledger is not None and isinstance(recall, RememberedFiles) and not settings.dry_run:
         reached = tuple((path, recall.with_memory(path, file)) for path, file in found.reached)
