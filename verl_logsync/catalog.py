@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -469,12 +469,30 @@ def _config_only(config: LogFile) -> Skip:
 # -- runs that exist already ---------------------------------------------------------------
 
 
-def bind(run: RunSources, known: Iterable[Binding]) -> RunSources:
-    """Give a run the target under which it already exists.
+def bind(
+    runs: Sequence[RunSources], known: Sequence[Binding], surveyed: Sequence[RunSources]
+) -> list[RunSources]:
+    """Give runs the targets under which they already exist, so that no two share one.
 
     The same first records mean the same run. A log that starts in the middle (verl truncates
-    its file at a restart) belongs to the known run of that name which it continues.
+    its file at a restart) belongs to the known run of that name which it continues, unless the
+    log of that run is here too.
+
+    Args:
+        surveyed: all runs that were found.
     """
+    by_names: dict[tuple[str, str], list[RunSources]] = {}
+    for run in surveyed:
+        by_names.setdefault((run.names_key, run.target.project), []).append(run)
+    claimed = {
+        b.target
+        for b in known
+        if any(_same_start(run, b) for run in by_names.get((b.names_key, b.target.project), ()))
+    }
+    return told_apart([_bound(run, known, claimed) for run in runs])
+
+
+def _bound(run: RunSources, known: Iterable[Binding], claimed: Collection[Target]) -> RunSources:
     candidates = [
         b for b in known if b.names_key == run.names_key and b.target.project == run.target.project
     ]
@@ -482,14 +500,15 @@ def bind(run: RunSources, known: Iterable[Binding]) -> RunSources:
         candidates = [b for b in candidates if b.target.run_id == run.target.run_id]
     same = [b for b in candidates if _same_start(run, b)]
     first = run.first_step
+    before = {digest for file in run.files for digest in file.before}
     if not same and run.id_from == "derived" and first is not None and not _begins(run):
         same = [
             b
             for b in candidates
             if first <= b.last_step + 1
             and (not run.fingerprint or b.fingerprint in ("", run.fingerprint))
+            and (b.target not in claimed or b.heads & before)
         ]
-    before = {digest for file in run.files for digest in file.before}
     same = [b for b in same if b.heads & before] or same
     if not same:
         return run

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import time
 
 import pytest
 
@@ -174,3 +176,25 @@ def test_i14_without_key_and_network(outputs, age, upload, tmp_path):
     assert len(table.read_text().splitlines()) == 6
     (copy,) = (tmp_path / "copies").rglob("*.jsonl")
     assert copy.read_bytes() == (outputs / "grpo/exp.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("state", ["kept", "lost"])
+def test_a_log_that_starts_late_takes_no_other_runs_place(state, outputs, upload, server):
+    """Two logs of one project and name, neither from the beginning, are two runs, also when one
+    is uploaded before the other is looked at, or on another machine: no row is overwritten."""
+    late = outputs / "x" / "grpo" / "exp.jsonl"
+    write_verl_log(late, [(2048 * n, {"actor/loss": n / 7}) for n in range(1, 9)])
+    # So many that the first batches are sent when the last one is looked at.
+    others = [outputs / "more" / f"other{n}.jsonl" for n in range(10)]
+    for number, path in enumerate(others):
+        write_verl_log(path, [(s, {"actor/loss": s / (number + 2)}) for s in range(1, 4)])
+    early = outputs / "y" / "grpo" / "exp.jsonl"
+    write_verl_log(early, [(1000, {"actor/loss": 0.5})])
+    for age, path in enumerate([early, *others, late]):
+        os.utime(path, (time.time() - 9000 - age,) * 2)
+    assert upload.here(outputs, verify="full").rows_sent == 8 + 10 * 3 + 1
+    if state == "lost":
+        shutil.rmtree(upload.state_dir)
+    assert upload.here(outputs, verify="full").rows_sent == 0
+    runs = [[row["_step"] for row in run.rows] for run in server.runs if run.name == "exp"]
+    assert sorted(runs) == [[1000], [2048 * n for n in range(1, 9)]]

@@ -9,23 +9,23 @@ everything, for one run of the batch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from verl_logsync.binding import bind_checkpoint, checkpoint_root, read_binding
-from verl_logsync.catalog import Grouping, bind, catalog, told_apart
+from verl_logsync.catalog import Grouping, bind, catalog
 from verl_logsync.discover import Recall, discover, remember_nothing
 from verl_logsync.errors import ExitCode, LogsyncError
-from verl_logsync.interfaces import Sink
 from verl_logsync.ledger import LedgerRun, RememberedFiles
 from verl_logsync.model import Action, Catalog, Outcome, Report, RunSources
 from verl_logsync.pipeline.delivering import carry_out
 from verl_logsync.pipeline.deriving import check_options
 from verl_logsync.pipeline.engine import Engine, Progress, failed_outcome, no_progress, sends
 from verl_logsync.pipeline.loading import Loaded, load, load_or_error
-from verl_logsync.pipeline.preparing import outcome_of, prepare_batch, readiness_of
+from verl_logsync.pipeline.preparing import Prepared, outcome_of, prepare_batch, readiness_of
 from verl_logsync.pipeline.shifting import with_offset
 
 __all__ = [
@@ -68,7 +68,7 @@ def survey(engine: Engine, paths: Sequence[Path]) -> Catalog:
         found, Grouping(settings.entity, settings.project, settings.runs, settings.merge)
     )
     known = ledger.bindings() if ledger is not None else []
-    return replace(runs, runs=tuple(told_apart([bind(run, known) for run in runs.runs])))
+    return replace(runs, runs=tuple(bind(runs.runs, known, runs.runs)))
 
 
 def upload(engine: Engine, paths: Sequence[Path]) -> Report:
@@ -77,7 +77,7 @@ def upload(engine: Engine, paths: Sequence[Path]) -> Report:
         check_options(engine)
     found = survey(engine, paths)
     runs, settled = _open_runs(engine, found)
-    outcomes = [*settled, *_upload_all(engine, runs)]
+    outcomes = [*settled, *_upload_all(engine, runs, found.runs)]
     if engine.settings.bind_checkpoints and sends(engine):
         outcomes = [_with_binding(o, engine.settings.binding_file) for o in outcomes]
     outcomes.sort(key=lambda o: (o.target.project, o.name, o.target.run_id))
@@ -101,7 +101,17 @@ def _with_binding(outcome: Outcome, file_name: str) -> Outcome:
     return replace(outcome, notes=tuple(notes), remembered=known)
 
 
-def _upload_all(engine: Engine, runs: Sequence[RunSources]) -> list[Outcome]:
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """What is done with a batch of runs."""
+
+    prepare: Callable[[Sequence[RunSources]], tuple[list[Outcome], list[Prepared]]]
+    send: Callable[[Sequence[Prepared]], list[Outcome]]
+
+
+def _upload_all(
+    engine: Engine, runs: Sequence[RunSources], surveyed: Sequence[RunSources]
+) -> list[Outcome]:
     """Read one batch while the one before it is being sent."""
     sink = engine.sink
     assert sink is not None, "an upload has a sink"
@@ -110,7 +120,10 @@ def _upload_all(engine: Engine, runs: Sequence[RunSources]) -> list[Outcome]:
     try:
         if runs and sends(engine):
             sender.submit(sink.warm_up)
-        _hand_over(engine, sink, runs, sender, outcomes)
+        steps = _Steps(
+            partial(prepare_batch, engine, sink, surveyed), partial(carry_out, engine, sink)
+        )
+        _hand_over(engine, steps, runs, sender, outcomes)
     except BaseException:
         # Interrupted: nobody waits for as long as the network takes.
         engine.stop.set()
@@ -123,7 +136,7 @@ def _upload_all(engine: Engine, runs: Sequence[RunSources]) -> list[Outcome]:
 
 def _hand_over(
     engine: Engine,
-    sink: Sink,
+    steps: _Steps,
     runs: Sequence[RunSources],
     sender: Executor,
     outcomes: list[Outcome],
@@ -135,7 +148,7 @@ def _hand_over(
         if stopped is None and len(sending) > 1:
             stopped = _collect(*sending.popleft(), outcomes)
         if stopped is None:
-            stopped = _submit(engine, sink, batch, sender, sending, outcomes)
+            stopped = _submit(engine, steps, batch, sender, sending, outcomes)
         else:
             outcomes.extend(failed_outcome(run, stopped) for run in batch)
         engine.progress("upload", start + len(batch), len(runs))
@@ -164,7 +177,7 @@ def _bytes(run: RunSources) -> int:
 
 def _submit(
     engine: Engine,
-    sink: Sink,
+    steps: _Steps,
     batch: Sequence[RunSources],
     sender: Executor,
     sending: deque[tuple[Sequence[RunSources], Future[list[Outcome]]]],
@@ -172,14 +185,14 @@ def _submit(
 ) -> LogsyncError | None:
     """Prepare a batch and hand it over; the error, if no other run would fare better."""
     try:
-        failed, prepared = prepare_batch(engine, sink, batch)
+        failed, prepared = steps.prepare(batch)
     except LogsyncError as error:
         outcomes.extend(failed_outcome(run, error) for run in batch)
         return error
     outcomes.extend(failed)
     if sends(engine):
         runs = [item.loaded.run for item in prepared]
-        sending.append((runs, sender.submit(carry_out, engine, sink, prepared)))
+        sending.append((runs, sender.submit(steps.send, prepared)))
     else:
         outcomes.extend(outcome_of(item, rows_sent=0, verdict=None) for item in prepared)
     return None

@@ -51,13 +51,17 @@ class Prepared:
 
 
 def prepare_batch(
-    engine: Engine, sink: Sink, batch: Sequence[RunSources]
+    engine: Engine, sink: Sink, surveyed: Sequence[RunSources], batch: Sequence[RunSources]
 ) -> tuple[list[Outcome], list[Prepared]]:
-    """Ask the server about some runs, read them and plan: those that failed, and the others."""
+    """Ask the server about some runs of those that were found, read them and plan: those that
+    failed, and the others.
+    """
     failed: list[Outcome] = []
     prepared: list[Prepared] = []
     for group in by_project(batch, lambda run: run.target):
-        bound = attempted(engine, group[0], partial(_bound_and_known, engine, sink, group))
+        bound = attempted(
+            engine, group[0], partial(_bound_and_known, engine, sink, surveyed, group)
+        )
         if isinstance(bound, Outcome):
             assert bound.error is not None, "a failed run has an error"
             failed.extend(failed_outcome(run, bound.error) for run in group)
@@ -72,15 +76,17 @@ def prepare_batch(
 
 
 def _bound_and_known(
-    engine: Engine, sink: Sink, runs: Sequence[RunSources]
+    engine: Engine, sink: Sink, surveyed: Sequence[RunSources], runs: Sequence[RunSources]
 ) -> list[tuple[RunSources, RemoteState | None]]:
     """Runs of one project with the targets that they are bound to, and what is there now."""
-    bound = _bound(engine, sink, runs)
+    bound = _bound(engine, sink, surveyed, runs)
     states = sink.look([run.target for run in bound])
     return [(run, states.get(run.target)) for run in bound]
 
 
-def _bound(engine: Engine, sink: Sink, runs: Sequence[RunSources]) -> list[RunSources]:
+def _bound(
+    engine: Engine, sink: Sink, surveyed: Sequence[RunSources], runs: Sequence[RunSources]
+) -> list[RunSources]:
     """Runs that another machine may have uploaded under another id are found by their marker."""
     known_here = (
         {b.target for b in engine.ledger.bindings()} if engine.ledger is not None else set()
@@ -89,7 +95,8 @@ def _bound(engine: Engine, sink: Sink, runs: Sequence[RunSources]) -> list[RunSo
     if not unknown:
         return list(runs)
     found = sink.find(replace(runs[0].target, run_id=""), [run.names_key for run in unknown])
-    return told_apart([bind(run, found) if run in unknown else run for run in runs])
+    bound = iter(bind(unknown, found, surveyed))
+    return told_apart([run if run.target in known_here else next(bound) for run in runs])
 
 
 def _prepare(engine: Engine, sink: Sink, run: RunSources, remote: RemoteState | None) -> Prepared:
