@@ -472,7 +472,7 @@ def _config_only(config: LogFile) -> Skip:
 def bind(
     runs: Sequence[RunSources], known: Sequence[Binding], surveyed: Sequence[RunSources]
 ) -> list[RunSources]:
-    """Give runs the targets under which they already exist, so that no two share one.
+    """Give runs the targets under which they already exist; `told_apart` has the last word.
 
     The same first records mean the same run. A log that starts in the middle (verl truncates
     its file at a restart) belongs to the known run of that name which it continues, unless the
@@ -489,7 +489,7 @@ def bind(
         for b in known
         if any(_same_start(run, b) for run in by_names.get((b.names_key, b.target.project), ()))
     }
-    return told_apart([_bound(run, known, claimed) for run in runs])
+    return [_bound(run, known, claimed) for run in runs]
 
 
 def _bound(run: RunSources, known: Iterable[Binding], claimed: Collection[Target]) -> RunSources:

@@ -70,7 +70,7 @@ def discover(
 
     Folders that are reached twice (by symlinks, or because paths overlap) are entered once.
     Excluded ones (our own state and output) are not entered, unless given themselves; nor is what
-    the shell patterns match, by its path or its name.
+    the shell patterns match: its name, or its path where a pattern has a slash.
 
     Raises:
         UsageError: a given path does not exist.
@@ -88,8 +88,13 @@ def discover(
 
 
 def _is_like(path: Path, patterns: Sequence[str]) -> bool:
-    places = (str(path), str(path.absolute()), path.name) if patterns else ()
-    return any(fnmatch(place, pattern) for pattern in patterns for place in places)
+    """Whether a path is what a shell pattern means: its name, where the pattern has no slash."""
+    return any(
+        fnmatch(str(path), pattern) or fnmatch(str(path.absolute()), pattern)
+        if "/" in pattern
+        else fnmatch(path.name, pattern)
+        for pattern in patterns
+    )
 
 
 class _Walk:

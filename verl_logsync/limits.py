@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 #: Characters of a run's name and group; of a tag and a job type.
@@ -16,7 +16,7 @@ def tags_within(tags: Iterable[str]) -> list[str]:
 
 
 def cut_notes(
-    *, name: str = "", group: str = "", job_type: str = "", tags: Iterable[str] = ()
+    *, name: str = "", group: str = "", job_type: str = "", tags: Sequence[str] = ()
 ) -> Iterator[str]:
     """What is cut of a run's words, for the user."""
     words = [("name", name, LONGEST_NAME), ("group", group, LONGEST_NAME)]

@@ -198,3 +198,25 @@ def test_a_log_that_starts_late_takes_no_other_runs_place(state, outputs, upload
     assert upload.here(outputs, verify="full").rows_sent == 0
     runs = [[row["_step"] for row in run.rows] for run in server.runs if run.name == "exp"]
     assert sorted(runs) == [[1000], [2048 * n for n in range(1, 9)]]
+
+
+def test_of_two_logs_that_continue_a_run_one_does(outputs, upload, server):
+    """Two logs of one name that both could go on with a run on the server, in batches of their
+    own: one does, the other is another run, and no row of either is overwritten."""
+    log = outputs / "x" / "grpo" / "exp.jsonl"
+    write_verl_log(log, [(step, {"actor/loss": step / 7}) for step in range(1, 31)])
+    assert upload.here(outputs, final=True).rows_sent == 30
+    shutil.rmtree(upload.state_dir)
+    write_verl_log(log, [(step, {"actor/loss": step / 5}) for step in (20, 21, 22)])
+    other = outputs / "y" / "grpo" / "exp.jsonl"
+    write_verl_log(other, [(step, {"actor/loss": step / 3}) for step in (26, 27)])
+    more = [outputs / "more" / f"other{n}.jsonl" for n in range(2)]
+    for number, path in enumerate(more):
+        write_verl_log(path, [(s, {"actor/loss": s / (number + 2)}) for s in range(1, 4)])
+    for age, path in enumerate([other, *more, log]):
+        os.utime(path, (time.time() - 9000 - age,) * 2)
+    upload.here(outputs, verify="full", final=True)
+    assert upload.here(outputs, verify="full", final=True).rows_sent == 0
+    found = sorted([row["_step"] for row in run.rows] for run in server.runs if run.name == "exp")
+    assert len(found) == 2
+    assert {20, 21, 22, 26, 27} <= {step for steps in found for step in steps}

@@ -236,7 +236,8 @@ def test_exclude(home: dict[str, str], given: list[str], env: dict[str, str]) ->
     assert names == {"qwen_small_grpo", "qwen_small_killed", "qwen_small_wandb"}
     left = json.loads(_run("scan", DEMO, "--json", *given, **home, **env).stdout)
     assert {run["name"] for run in left["runs"]} == {"qwen_small_grpo"}
-    whole = json.loads(_run("scan", DEMO, "--json", "--exclude", "demo", **home).stdout)
+    above = ["--exclude", "demo", "--exclude", "*fixture*"]
+    whole = json.loads(_run("scan", DEMO, "--json", *above, **home).stdout)
     assert {run["name"] for run in whole["runs"]} == names
 
 

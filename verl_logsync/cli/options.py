@@ -47,7 +47,8 @@ _GROUPING: Final = (
         "--exclude",
         multiple=True,
         metavar="GLOB",
-        help="Files and folders that are not looked at, by their path or name; may be repeated.",
+        help="Files and folders that are not looked at: by their name, or by their path where "
+        "GLOB has a slash; may be repeated.",
     ),
     click.option(
         "--run",

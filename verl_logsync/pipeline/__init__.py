@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from verl_logsync.binding import bind_checkpoint, checkpoint_root, read_binding
-from verl_logsync.catalog import Grouping, bind, catalog
+from verl_logsync.catalog import Grouping, bind, catalog, told_apart
 from verl_logsync.discover import Recall, discover, remember_nothing
 from verl_logsync.errors import ExitCode, LogsyncError
 from verl_logsync.ledger import LedgerRun, RememberedFiles
@@ -68,7 +68,7 @@ def survey(engine: Engine, paths: Sequence[Path]) -> Catalog:
         found, Grouping(settings.entity, settings.project, settings.runs, settings.merge)
     )
     known = ledger.bindings() if ledger is not None else []
-    return replace(runs, runs=tuple(bind(runs.runs, known, runs.runs)))
+    return replace(runs, runs=tuple(told_apart(bind(runs.runs, known, runs.runs))))
 
 
 def upload(engine: Engine, paths: Sequence[Path]) -> Report:

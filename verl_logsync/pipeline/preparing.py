@@ -94,9 +94,17 @@ def _bound(
     unknown = [run for run in runs if run.target not in known_here]
     if not unknown:
         return list(runs)
-    found = sink.find(replace(runs[0].target, run_id=""), [run.names_key for run in unknown])
-    bound = iter(bind(unknown, found, surveyed))
-    return told_apart([run if run.target in known_here else next(bound) for run in runs])
+    names, project = {run.names_key for run in unknown}, replace(runs[0].target, run_id="")
+    found = sink.find(project, sorted(names))
+    # With those of equal names in other batches: of two that fit one run only one may have it.
+    alike = [
+        run for run in surveyed if run.target.project == project.project and run.names_key in names
+    ]
+    fresh = [run for run in alike if run.target not in known_here]
+    rebound = dict(zip([r.target for r in fresh], bind(fresh, found, surveyed), strict=True))
+    told = told_apart([rebound.get(run.target, run) for run in alike])
+    final = dict(zip([run.target for run in alike], told, strict=True))
+    return [final.get(run.target, run) for run in runs]
 
 
 def _prepare(engine: Engine, sink: Sink, run: RunSources, remote: RemoteState | None) -> Prepared:
